@@ -4,22 +4,26 @@ They are real where they can be made, else planted in copies of /proc and /sys."
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from tests.system.raw import RawClient
 from tests.system.warm import Daemon
+from tierd._proto import admin_pb2 as apb
 from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig, resolve
 from tierd.doctor import disks, engines, gpus, memory, system
 from tierd.doctor.check import Check, Host
 from tierd.doctor.examine import examine
+from tierd.tiers.arena.arena_files import user_directory
 from tierd.tiers.drives.drives import Machine
 
 MIB = 1 << 20
@@ -112,6 +116,49 @@ def no_segments_directory(planted: Planted) -> Check:
     return memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=str(planted.folder / "none")))
 
 
+def store_in_a_file(planted: Planted) -> Check:
+    (planted.folder / "store").write_text("")
+    check = next(disks.check_disks(planted.config(), planted.host, measure=False, show=print))
+    assert check.found.endswith("store is no directory"), "the parent's rights do not matter"
+    return check
+
+
+def store_without_files(planted: Planted) -> Check:
+    if os.geteuid():
+        pytest.skip("only root passes the check of rights in /proc")
+    found = disks.check_disks(planted.config(path="/proc/tierd"), planted.host, measure=False, show=print)
+    return next(check for check in found if check.name == "nvme[0].path")
+
+
+def store_read_only(planted: Planted) -> Check:
+    check = with_mount(planted, "ro", lambda there: next(disks_at(planted, there)))
+    assert "read-only" in check.found, "a read-only place is no matter of its owner"
+    return check
+
+
+def segments_read_only(planted: Planted) -> Check:
+    return with_mount(
+        planted, "ro", lambda there: memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=there))
+    )
+
+
+def disks_at(planted: Planted, there: str) -> Iterator[Check]:
+    return disks.check_disks(planted.config(path=there), planted.host, measure=False, show=print)
+
+
+def with_mount(planted: Planted, options: str, examined: Callable[[str], Check]) -> Check:
+    """The check of a tmpfs with these options."""
+    there = planted.folder / "mounted"
+    there.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", options, "none", str(there)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("mounts a tmpfs, which takes root and the right to mount")
+    try:
+        return examined(str(there))
+    finally:
+        subprocess.run(["umount", "--lazy", str(there)], check=True)
+
+
 def full_disk(planted: Planted) -> Check:
     room = os.statvfs(planted.folder)
     store = planted.config(capacity=(room.f_bavail * room.f_frsize // MIB + 1024) * MIB).nvme[0]
@@ -194,7 +241,7 @@ def untried_engine(planted: Planted) -> Check:
 
 
 def engine_without_seed(planted: Planted) -> Check:
-    planted.write("/proc/4242/cmdline", "/usr/bin/python3\0/opt/bin/vllm\0serve\0")
+    planted.write("/proc/4242/cmdline", "/usr/bin/python3\0/opt/bin/vllm\0serve\0--prefix-caching-hash-algo=xxhash\0")
     planted.write("/proc/4242/environ", "HOME=/root\0")
     return list(engines.check_engines(planted.host))[-1]
 
@@ -210,6 +257,10 @@ FAULTS: dict[Callable[[Planted], Check], tuple[str, str]] = {
     eager_swap: ("swap", "note"),
     segments_on_a_disk: ("host[0].memory", "warning"),
     no_segments_directory: ("host[0].memory", "failure"),
+    segments_read_only: ("host[0].memory", "failure"),
+    store_in_a_file: ("nvme[0].path", "failure"),
+    store_without_files: ("nvme[0].path", "failure"),
+    store_read_only: ("nvme[0].path", "failure"),
     full_disk: ("nvme[0].space", "failure"),
     slow_disk: ("nvme[0].speed", "warning"),
     no_direct_reads: ("nvme[0].direct", "failure"),
@@ -242,14 +293,71 @@ def test_a_sound_machine_has_no_failure(planted: Planted) -> None:
     assert [p for p in planted.folder.iterdir() if p.name.startswith(".tierd-doctor")] == []
 
 
+def test_a_directory_of_the_node_counts_not_the_base_around_it(planted: Planted) -> None:
+    """In a container with the node's arena below a small /dev/shm, the room is the arena's."""
+
+    def examined(base: str) -> Check:
+        (directory := user_directory(Path(base))).mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(directory)], check=True)
+        try:
+            return memory.check_room("host[0]", HostConfig(capacity=32 * MIB, arena_dir=base))
+        finally:
+            subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+    assert with_mount(planted, "size=1m", examined).status == "ok"
+
+
+def test_a_store_that_has_its_files_needs_no_more_room(planted: Planted) -> None:
+    """Beside a running daemon the files of its store are not wanted again."""
+    (store := planted.folder / "store").mkdir()
+    with (store / "seg-0.slots").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 8 * MIB)
+    check = disks.check_space("nvme[0]", planted.config().nvme[0], store)
+    assert (check.status, check.found.startswith("0 B and 0 B of index wanted")) == ("ok", True)
+
+
+def test_stores_on_one_disk_share_its_room(planted: Planted) -> None:
+    """The second store gets no bytes that the first one wants."""
+    room = os.statvfs(planted.folder)
+    config = planted.config(capacity=room.f_bavail * room.f_frsize * 6 // 10 // MIB * MIB)
+    config = replace(config, nvme=(config.nvme[0], replace(config.nvme[0], path=str(planted.folder / "second"))))
+    checks = disks.check_disks(config, planted.host, measure=False, show=print)
+    found = [check.status for check in checks if check.name.endswith(".space")]
+    assert found == ["ok", "failure"]
+
+
+def test_a_group_that_one_tier_exceeds_refuses_the_start(planted: Planted) -> None:
+    """Above the control group's limit the daemon does not start; two tiers that exceed it together do."""
+    planted.write("/proc/self/cgroup", "0::/box\n")
+    planted.write("/sys/fs/cgroup/box/memory.max", f"{12 * MIB}\n")
+    one, two = planted.config(memory=16 * MIB), planted.config()
+    two = replace(two, host=two.host * 2)
+    said = [memory.check_limit(config, planted.host).consequence for config in (one, two)]
+    assert ["cannot start" in said[0], "kills" in said[1]] == [True, True]
+
+
+def test_an_unreadable_place_is_a_row(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that may not look is a warning that names the place, and the others go on."""
+
+    def refused(config: Config, host: Host) -> Iterator[Check]:
+        raise PermissionError(errno.EACCES, "Permission denied", "/secret")
+
+    monkeypatch.setattr("tierd.doctor.examine.check_memory", refused)
+    checks = {check.name: check for check in examine(planted.config(), Host(), measure=False)}
+    assert (checks["memory"].status, checks["memory"].found) == ("warning", "Permission denied (/secret)")
+    assert "user" in checks["memory"].remedy and "nvme[0].space" in checks
+
+
 def test_hash_seed_of_an_engine_is_read_from_its_process(planted: Planted) -> None:
-    """A running engine with a seed is well; the word "random" is no seed."""
+    """A running engine with a seed is well; the word "random" is no seed, which hashes of xxhash need."""
     planted.write("/proc/77/cmdline", "/opt/bin/vllm\0serve\0")
     planted.write("/proc/77/environ", "PYTHONHASHSEED=0\0HOME=/\0")
-    planted.write("/proc/78/cmdline", "/opt/bin/vllm\0serve\0")
+    planted.write("/proc/78/cmdline", "/opt/bin/vllm\0serve\0--prefix-caching-hash-algo\0xxhash_cbor\0")
+    planted.write("/proc/79/cmdline", "/opt/bin/vllm\0serve\0")
+    planted.write("/proc/79/environ", "HOME=/\0")
     planted.write("/proc/78/environ", "PYTHONHASHSEED=random\0")
     found = {check.found: check.status for check in engines.check_engines(planted.host) if "seed" in check.name}
-    assert list(found.values()) == ["ok", "warning"]
+    assert list(found.values()) == ["ok", "warning", "note"]
 
 
 # -- the program
@@ -302,8 +410,12 @@ def test_a_wrong_file_does_not_end_the_examination(tmp_path: Path) -> None:
 
 
 def test_a_running_daemon_is_asked() -> None:
-    """Beside a daemon the examination names its state and version."""
+    """Beside a daemon the examination names its state and version; a draining one is a warning."""
     with Daemon() as daemon:
         _, checks = doctor("--no-measure", "--target", daemon.target)
+        with RawClient(daemon.target) as operator:
+            operator.call(operator.admin.Drain, apb.DrainRequest(deadline_s=0))
+        _, later = doctor("--no-measure", "--target", daemon.target)
+    assert (later["daemon"]["status"], "--undo" in later["daemon"]["remedy"]) == ("warning", True)
     assert checks["daemon"]["status"] == "ok"
     assert "serving" in checks["daemon"]["found"]

@@ -22,7 +22,7 @@ from tierd._proto import admin_pb2
 from tierd.cli.admin import connect
 from tierd.client import Group, NamespaceSpec, PutGroup, Reservation
 from tierd.core.formats.block import KVGeometry
-from tierd.core.formats.model import BlockStatus
+from tierd.core.formats.model import BlockStatus, Need
 from tierd.integrations.facts import EngineFacts
 from tierd.integrations.options import Options
 from tierd.integrations.pieces import copy_all_in
@@ -174,6 +174,19 @@ def test_only_wanted_blocks_are_copied(store: EngineStore) -> None:
     back = np.zeros_like(kv)
     loaded = store.load([Group(ns, ns.fold(names(4)))], [[None, None, *pieces(back)[2:]]])
     assert loaded.good == (4,) and not back[:, :2].any() and (back[:, 2:] == kv[:, 2:]).all()
+
+
+@pytest.mark.parametrize("spec", [SPEC, SLICED])
+@pytest.mark.parametrize(("need", "window"), [(Need.LAST_TOKENS, 32), (Need.LAST_STATE, 0)])
+def test_a_window_loads_into_its_own_blocks(store: EngineStore, spec: NamespaceSpec, need: Need, window: int) -> None:
+    """Of a window that ends before the last wanted block, each block comes into its own memory."""
+    ns, kv, back = store.open(spec), memory(8), np.zeros_like(memory(8))
+    group = Group(ns, ns.fold(names(8)), need=need, need_tokens=window)
+    assert store.save(PutGroup(ns, group.hashes[:6]), pieces(kv)[:6]) == 6
+    loaded = store.load([group], [pieces(back)])
+    blocks = slice(loaded.first[0], loaded.good[0])
+    assert (loaded.tokens, blocks.stop) == (96, 6)
+    assert (back[:, blocks] == kv[:, blocks]).all() and not back[:, : blocks.start].any() and not back[:, 6:].any()
 
 
 def test_a_gap_ends_what_is_good(store: EngineStore) -> None:

@@ -88,6 +88,8 @@ def drain(ask: Ask, *, release: bool, deadline: float, undo: bool) -> None:
     the deadline.
     """
     if undo:
+        if release:
+            raise click.UsageError("--release: --undo keeps the memory; leave one of them out")
         with ask.connect() as daemon:
             answer = daemon.ask(pb.DrainRequest(undo=True))
         ask.show(answer, said("the drain is undone; the daemon takes new work again"))

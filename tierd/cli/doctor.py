@@ -108,6 +108,14 @@ def checks_of_daemon(ask: Ask, runtime_dir: str) -> Iterator[Check]:
             "an upgrade is not finished",
             "restart the daemon; its memory and stores stay warm",
         )
+    elif status.state == "draining":
+        yield Check(
+            "daemon",
+            "warning",
+            f"draining, pid {status.pid}",
+            "it refuses new sessions and blocks",
+            "`tierctl drain --undo`, or restart it",
+        )
     else:
         yield Check("daemon", "ok", f"{status.state}, pid {status.pid}, version {status.version}")
     for notice in status.notices:

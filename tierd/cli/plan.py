@@ -6,6 +6,7 @@ makes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tierd.cli.ask import SIZE, Ask, verb
+from tierd.cli.configuration import LEAST_BYTES
 from tierd.cli.figures import human_bytes, human_seconds, human_share
 from tierd.cli.help import example
 from tierd.cli.progress import shown_progress
@@ -24,12 +26,13 @@ from tierd.errors import InvalidArgument
 from tierd.pictures import checked_plot
 from tierd.plan.drawing import draw
 from tierd.plan.kv import form_of
-from tierd.plan.machines import DECODE_SHARE, GPUS, PREFILL_SHARE, gpus_needed
+from tierd.plan.machines import DECODE_SHARE, GPUS, PREFILL_SHARE, gpus_for
 from tierd.plan.models import Model, model_of
 from tierd.plan.plan import Asked, Hits, Plan, plan_of
 from tierd.plan.traced import TraceHits, traffic_of
 from tierd.plan.traffic import PRESETS, CurveHits
 from tierd.simulator.sequences import Trace, trace_of
+from tierd.units import format_bytes
 
 TIERS = (Column("tier", style="bold"), Column("size", right=True), Column("hits", right=True))
 FIRST = (
@@ -48,9 +51,23 @@ COSTS = (
 )
 
 
+class Between(click.FloatRange):
+    """As click's. NaN is in no range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; a usage error for one outside."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is no number", param, ctx)
+        return number
+
+
+TOKENS, PRICE = Between(1, 10**9), Between(0, 10**6)
+
+
 @click.command(
     epilog=example(
-        "tierctl plan --model llama-3-70b --context 131072",
+        "tierctl plan --model llama-3.1-70b --context 131072",
         "tierctl plan --model ./config.json --traffic agent --write tierd.toml",
     )
 )
@@ -60,12 +77,18 @@ COSTS = (
     required=True,
     help="A known model, or a config.json of Hugging Face. A wrong name lists the known ones.",
 )
-@click.option("--context", type=click.IntRange(1), help="Tokens of the longest request. [default: the model's most]")
+@click.option(
+    "--context", type=click.IntRange(1, 1 << 40), help="Tokens of the longest request. [default: the model's most]"
+)
 @click.option(
     "--dtype", default="bfloat16", show_default=True, help="Of KV: bfloat16, fp8, or a codec such as rot-4-4."
 )
 @click.option(
-    "--concurrency", type=click.IntRange(1), default=32, show_default=True, help="Requests of an engine at a time."
+    "--concurrency",
+    type=click.IntRange(1, 1 << 20),
+    default=32,
+    show_default=True,
+    help="Requests of an engine at a time.",
 )
 @click.option(
     "--traffic", type=click.Choice(list(PRESETS)), default="chat", show_default=True, help="Measured traffic."
@@ -73,21 +96,22 @@ COSTS = (
 @click.option(
     "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Your own: as `tierctl record start` writes it."
 )
-@click.option("--prompt", type=click.FloatRange(1), help="Mean tokens of a prompt. [default: the traffic's]")
-@click.option("--output", type=click.FloatRange(1), help="Mean tokens of an answer. [default: the traffic's]")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Requests a second. [default: the traffic's]")
+@click.option("--prompt", type=TOKENS, help="Mean tokens of a prompt. [default: the traffic's]")
+@click.option("--output", type=TOKENS, help="Mean tokens of an answer. [default: the traffic's]")
+@click.option("--rate", type=Between(1e-6, 10**6), help="Requests a second. [default: the traffic's]")
 @click.option("--gpu", type=click.Choice(list(GPUS)), default="h100", show_default=True)
-@click.option("--gpus", type=click.IntRange(1), help="GPUs of an engine. [default: the fewest that hold the weights]")
-@click.option("--parameters", type=click.FloatRange(0, min_open=True), help="Billions. [default: the model's]")
+@click.option(
+    "--gpus", type=click.IntRange(1, 1 << 16), help="GPUs of an engine. [default: the fewest that hold the weights]"
+)
+@click.option("--parameters", type=Between(1e-3, 10**6), help="Billions. [default: the model's]")
+@click.option(
+    "--weight-bits", type=Between(1, 32), help="Of a parameter. [default: as the model is published, else 16]"
+)
 @click.option("--host", type=SIZE, help="Size of the host tier. [default: suggested]")
 @click.option("--nvme", type=SIZE, help="Size of the NVMe tier. [default: suggested]")
-@click.option("--gpu-price", type=click.FloatRange(0), help="Dollars for a GPU an hour. [default: the preset's]")
-@click.option(
-    "--memory-price", type=click.FloatRange(0), default=2.0, show_default=True, help="Dollars for a GiB a month."
-)
-@click.option(
-    "--disk-price", type=click.FloatRange(0), default=30.0, show_default=True, help="Dollars for a TiB a month."
-)
+@click.option("--gpu-price", type=PRICE, help="Dollars for a GPU an hour. [default: the preset's]")
+@click.option("--memory-price", type=PRICE, default=2.0, show_default=True, help="Dollars for a GiB a month.")
+@click.option("--disk-price", type=PRICE, default=30.0, show_default=True, help="Dollars for a TiB a month.")
 @click.option(
     "--write",
     "file",
@@ -108,7 +132,16 @@ def plan(ask: Ask, *, name: str, file: Path | None, plot: Path | None, **options
     """
     if file and file.exists():
         raise InvalidArgument(f"--write: {file} exists; name a new file, or remove it")
+    if file and not file.parent.is_dir():
+        raise InvalidArgument(f"--write: the directory {file.parent} does not exist; create it first")
     trace = trace_of(read_trace(options["trace"], limit=None), name=str(options["trace"])) if options["trace"] else None
+    if trace is not None and not len(trace):
+        raise InvalidArgument(f"--trace: {options['trace']} has no request, 1 at least; record some, or leave it out")
+    for tier in ("host", "nvme"):
+        if 0 < (options[tier] or 0) < LEAST_BYTES:
+            raise InvalidArgument(
+                f"--{tier}: {options[tier]} B is below the minimum of 4 KiB, a page; give more, or 0 for none"
+            )
     asked = asked_of(model_of(name), trace, options)
     made = plan_of(asked, hits_of(asked, trace, options["traffic"]))
     if file:
@@ -131,11 +164,14 @@ def asked_of(model: Model, trace: Trace | None, options: dict[str, Any]) -> Aske
         per_s=options["rate"] or traffic.per_s,
     )
     if options["parameters"]:
-        model = replace(model, parameters=options["parameters"] * 1e9, active=options["parameters"] * 1e9)
+        share = model.active / model.parameters if model.parameters else 1.0
+        whole = options["parameters"] * 1e9
+        model = replace(model, parameters=whole, active=share * whole)
+    model = replace(model, weight_bits=options["weight_bits"] or model.weight_bits)
     gpu = GPUS[options["gpu"]]
     if options["gpu_price"] is not None:
         gpu = replace(gpu, price=options["gpu_price"])
-    count = options["gpus"] or gpus_needed(model, gpu)
+    count = gpus_for(model, gpu, options["gpus"])
     context = options["context"] or model.context
     if not context:
         raise InvalidArgument("--context: the config.json names no limit of positions; give one")
@@ -195,9 +231,11 @@ def show(console: Console, asked: Asked, made: Plan) -> None:
         console, TIERS, [*rows, ["together", "", human_share(sum(tier.hits for tier in made.tiers), 1)]], empty=""
     )
     if made.drive_writes:
+        years = made.life_years
+        life = f"{years:,.1f} years" if years >= 1 else f"{years * 365:.3g} days"
         console.print(
-            f"at most {made.drive_writes:.2g} drive writes a day; a drive rated for 1 a day over five years lasts "
-            f"{made.life_years:.1f} years (set nvme.endurance_dwpd, and tierd writes less)"
+            f"at most {float(f'{made.drive_writes:.2g}'):,g} drive writes a day; a drive rated for 1 a day over five years lasts "
+            f"{life} (set nvme.endurance_dwpd, and tierd writes less)"
         )
     title(console, "First token of a mean prompt")
     show_table(
@@ -250,9 +288,18 @@ def assumptions(asked: Asked) -> list[str]:
         f"{gpu.flops / count / 1e12:,.0f} TFLOP/s, ${gpu.price / count:.2f} an hour; host link "
         f"{gpu.link / count / 1e9:.0f} GB/s, NVMe {gpu.disk / 1e9:.0f} GB/s"
     )
+    most, mean, beyond = asked.model.context, asked.traffic.mean_tokens, []
+    if asked.context > most > 0:
+        beyond.append(f"the model takes {most:,} tokens; {asked.context:,} need a change of it")
+    if mean > asked.context:
+        beyond.append(
+            f"the traffic's mean request of {mean:,.0f} tokens is longer than {asked.context:,}; give --prompt or --context"
+        )
     return [
+        *beyond,
         gpus,
-        f"computing reaches {PREFILL_SHARE:.0%} of the arithmetic, decoding {DECODE_SHARE:.0%} of the bandwidth; weights of 16 bits",
+        f"computing reaches {PREFILL_SHARE:.0%} of the arithmetic, decoding {DECODE_SHARE:.0%} of the bandwidth",
+        f"weights have {asked.model.weight_bits:g} bits a parameter",
         f"memory ${asked.memory_price:g} a GiB and NVMe ${asked.disk_price:g} a TiB a month; GPUs are paid for the work alone",
         "INT4 is rot-4-4: 4 bits and its scales; a million tokens counts prompts and answers",
         "hits in the engine's own GPU memory are not counted; loads go layer by layer, beside computing",
@@ -268,5 +315,6 @@ def settings_text(asked: Asked, made: Plan) -> str:
     ]
     for section, size in (("host", host), ("nvme", nvme)):
         if size:
-            lines += [f"[[{section}]]", f'capacity = "{human_bytes(size)}"', ""]
-    return "\n".join(lines if host else [*lines, "[[host]]", 'capacity = "16 GiB"', ""])
+            lines += [f"[[{section}]]", f'capacity = "{format_bytes(int(size))}"', ""]
+    least = ["# Not planned; a daemon needs one, and a store reads into it.", "[[host]]", 'capacity = "16 GiB"', ""]
+    return "\n".join(lines if host else [*lines, *least])

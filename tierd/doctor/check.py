@@ -59,3 +59,21 @@ def amount(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1024
     return f"{count:,.4g} TiB"
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest above it that exists and that this process may see."""
+    return next(p for p in (path, *path.parents) if os.path.exists(p))
+
+
+def unwritable(name: str, setting: str, there: Path) -> Check | None:
+    """A failure if this process may not make files in a path that exists; None if it may."""
+    if not os.path.isdir(there):
+        found, remedy = f"{there} is no directory", "move it away"
+    elif os.statvfs(there).f_flag & os.ST_RDONLY:
+        found, remedy = f"the file system of {there} is mounted read-only", "mount it to be written"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        found, remedy = f"uid {os.geteuid()} may not write to {there}", "change its owner"
+    else:
+        return None
+    return Check(name, "failure", found, "`tierd serve` cannot start", f"{remedy}, or set {setting}")

@@ -11,7 +11,8 @@ from tierd.integrations.versions import WINDOWS, check_version, has_run
 
 SEED = "PYTHONHASHSEED"
 SEEDED = "vllm"
-"""The engine whose hashes begin with random bytes, unless the seed is set."""
+"""The engine whose hashes of the xxhash kind begin with random bytes, unless the seed is set."""
+SEEDLESS = "xxhash"
 
 
 def check_engines(host: Host) -> Iterator[Check]:
@@ -22,8 +23,8 @@ def check_engines(host: Host) -> Iterator[Check]:
     for name, version in found.items():
         yield check_engine(name, version)
     running = dict(running_engines(host))
-    for pid, seed in running.items():
-        yield check_seed(f"{SEEDED} of pid {pid}", seed)
+    for pid, (seed, is_seedless) in running.items():
+        yield check_seed(f"{SEEDED} of pid {pid}", seed, is_seedless=is_seedless)
     if SEEDED in found and not running:
         yield check_seed("this environment", host.environ.get(SEED, ""))
 
@@ -55,24 +56,26 @@ def check_engine(name: str, version: str) -> Check:
     return Check(f"engines.{name}", "ok", f"{name} {version}")
 
 
-def running_engines(host: Host) -> Iterator[tuple[int, str]]:
-    """Process ids of running vLLM servers, and their seed; of processes that may be read."""
+def running_engines(host: Host) -> Iterator[tuple[int, tuple[str, bool]]]:
+    """Process ids of running vLLM servers, their seed, and whether their command line names hashes
+    of the xxhash kind; of processes that may be read."""
     for path in host.matching("/proc", "[0-9]*"):
         words = host.read(f"/proc/{path.name}/cmdline").split("\0")
         if any(word.rpartition("/")[2] == SEEDED for word in words[:3]):
             held = host.read(f"/proc/{path.name}/environ").split("\0")
             if held != [""]:
-                yield int(path.name), dict(word.partition("=")[::2] for word in held).get(SEED, "")
+                seed = dict(word.partition("=")[::2] for word in held).get(SEED, "")
+                yield int(path.name), (seed, any(SEEDLESS in word for word in words))
 
 
-def check_seed(whose: str, seed: str) -> Check:
-    """The seed of an engine's process. "random" is as none."""
+def check_seed(whose: str, seed: str, *, is_seedless: bool = False) -> Check:
+    """The seed of an engine's process. "random" is as none. is_seedless: the engine needs one."""
     if seed in ("", "random"):
         return Check(
             "engines.hash-seed",
-            "warning",
+            "warning" if is_seedless else "note",
             f"{SEED} is not set for {whose}",
             "with vLLM's hash algorithms of the xxhash kind, no process finds another's blocks",
-            f"export {SEED}=0 before the engine starts, the same for all",
+            f"take --prefix-caching-hash-algo sha256_cbor, or export {SEED}=0 for all engines before they start",
         )
     return Check("engines.hash-seed", "ok", f"{SEED}={seed} for {whose}")

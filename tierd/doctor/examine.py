@@ -34,4 +34,7 @@ def examine(
             yield from part()
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            yield Check(name, "skipped", f"{error.strerror}{where}", "its other checks were not made", "see dmesg")
+            remedy = (
+                "run it as the daemon's user" if isinstance(error, PermissionError) else "see the kernel's log (dmesg)"
+            )
+            yield Check(name, "warning", f"{error.strerror}{where}", "its other checks were not made", remedy)

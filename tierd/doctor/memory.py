@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tierd.config import Config, HostConfig
-from tierd.doctor.check import Check, Host, amount
+from tierd.doctor.check import Check, Host, amount, unwritable
 from tierd.tiers.arena.arena_files import (
     SHM,
     _mode_of,
@@ -33,7 +33,7 @@ def check_room(name: str, tier: HostConfig) -> Check:
     """Free space of the file system of the segments."""
     base = Path(tier.arena_dir) if tier.arena_dir else SHM
     check = f"{name}.memory"
-    if not base.is_dir():
+    if not os.path.isdir(base):
         return Check(
             check,
             "failure",
@@ -41,8 +41,11 @@ def check_room(name: str, tier: HostConfig) -> Check:
             "`tierd serve` cannot start",
             f"mount a tmpfs there, or set {name}.arena_dir",
         )
-    free, held = find_free(base), held_bytes(user_directory(base))
-    found = f"{amount(tier.capacity)} wanted in {base}"
+    there = of_user(base)
+    if fault := unwritable(check, f"{name}.arena_dir", there):
+        return fault
+    free, held = find_free(there), held_bytes(there) if there != base else 0
+    found = f"{amount(tier.capacity)} wanted in {there}"
     if free is None:
         return Check(check, "ok", f"{found}, which has no limit")
     found += f", {amount(free + held)} can be had"
@@ -52,9 +55,9 @@ def check_room(name: str, tier: HostConfig) -> Check:
             "failure",
             found,
             "`tierd serve` cannot start",
-            f"enlarge it (mount -o remount,size=... {base}; in a container --shm-size), or lower {name}.capacity",
+            f"enlarge it (mount -o remount,size=... {there}; in a container --shm-size), or lower {name}.capacity",
         )
-    if _mode_of(base, list(read_mounts())) == "file":
+    if _mode_of(there, list(read_mounts())) == "file":
         return Check(
             check,
             "warning",
@@ -63,6 +66,13 @@ def check_room(name: str, tier: HostConfig) -> Check:
             f"set {name}.arena_dir to a tmpfs",
         )
     return Check(check, "ok", found)
+
+
+def of_user(base: Path) -> Path:
+    """This user's directory of arenas; the base if it does not exist yet. A container may have the
+    former from its node, and a small base of its own."""
+    directory = user_directory(base)
+    return directory if os.path.exists(directory) else base
 
 
 def held_bytes(directory: Path) -> int:
@@ -77,6 +87,7 @@ def check_limit(config: Config, host: Host) -> Check:
     wanted = sum(tier.capacity for tier in config.host)
     whole = _kib(host, "MemTotal")
     limit = find_memory_limit(host.at("/proc/self/cgroup"), host.at("/sys/fs/cgroup"))
+    refused = limit is not None and any(tier.capacity > limit for tier in config.host)
     for name, most, remedy in (
         ("control group", limit, "raise the group's limit (MemoryMax= of the unit, memory of the container)"),
         ("machine", whole, "add memory"),
@@ -86,7 +97,7 @@ def check_limit(config: Config, host: Host) -> Check:
                 "memory-limit",
                 "failure",
                 f"{amount(wanted)} of host tiers, the {name} has {amount(most)}",
-                "the kernel kills the daemon when its tiers fill",
+                "`tierd serve` cannot start" if refused else "the kernel kills the daemon when its tiers fill",
                 f"{remedy}, or lower the capacity",
             )
     return Check("memory-limit", "ok", f"{amount(wanted)} of host tiers" + _of(whole))
@@ -94,7 +105,7 @@ def check_limit(config: Config, host: Host) -> Check:
 
 def check_huge_pages(name: str, tier: HostConfig) -> Check:
     """Touches a few MiB in a file beside the segments, which is removed again."""
-    base, check = Path(tier.arena_dir) if tier.arena_dir else SHM, f"{name}.huge-pages"
+    base, check = of_user(Path(tier.arena_dir) if tier.arena_dir else SHM), f"{name}.huge-pages"
     try:
         with tempfile.TemporaryDirectory(prefix=".tierd-doctor-", dir=base) as scratch:
             touch = measure_touch(Path(scratch))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierd import places
 from tierd.config import Config
-from tierd.doctor.check import Check, Host
+from tierd.doctor.check import Check, Host, existing, unwritable
 from tierd.linux import kernel
 from tierd.linux.trust import find_stranger
 
@@ -54,13 +54,14 @@ def check_kernel(host: Host) -> Check:
 
 
 def check_descriptors() -> Check:
-    """RLIMIT_NOFILE; the daemon raises the soft limit to the hard one."""
+    """RLIMIT_NOFILE of this process; a unit has its own. The daemon raises the soft limit to the
+    hard one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < LEAST_DESCRIPTORS:
         return Check(
             "nofile",
             "warning",
-            f"{most} open files at most",
+            f"{most} open files at most for this process",
             "with many sessions or segments the daemon refuses clients",
             f"raise the hard limit to {LEAST_DESCRIPTORS} or more: LimitNOFILE= of the unit, or ulimit -Hn",
         )
@@ -70,7 +71,7 @@ def check_descriptors() -> Check:
 def check_locked_memory(config: Config) -> Check:
     """RLIMIT_MEMLOCK, which counts for memory that a GPU's driver registers."""
     _, most = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = "no limit" if most == resource.RLIM_INFINITY else f"{most >> 20} MiB locked at most"
+    found = "no limit" if most == resource.RLIM_INFINITY else f"{most >> 20} MiB locked at most by this process"
     wanted = sum(tier.capacity for tier in config.host)
     if not any(device.kind == "cuda" for device in config.device):
         return Check("memlock", "skipped", f"{found}; no GPU is configured")
@@ -127,14 +128,7 @@ def check_directory(name: str, directory: str) -> Check:
             "`tierd serve` refuses to start, since that user could replace its files",
             f"remove it, or set {name} to a directory of your own",
         )
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return Check(
-            name,
-            "failure",
-            f"{directory}: uid {os.geteuid()} may not write to {there}",
-            "`tierd serve` cannot start",
-            f"change its owner, or set {name}",
-        )
+    if fault := unwritable(name, name, existing(path)):
+        return fault
     socket = os.fsencode(os.path.join(directory, places.SESSION_SOCKET_NAME))
     return Check(name, "ok", f"{directory} ({len(socket)} of {places.SOCKET_PATH_MAX_BYTES} bytes of a socket's path)")

@@ -33,6 +33,7 @@ from tierd.client import (
 )
 from tierd.client.advice import EngineAdvice
 from tierd.client.values import Hashes
+from tierd.core.formats.model import Need
 from tierd.errors import TierdError, Unavailable
 from tierd.integrations.coding import Codings, Engine, Source
 from tierd.integrations.facts import EngineFacts
@@ -237,7 +238,9 @@ class EngineStore:
         (group, *others), pieces = groups, targets[0]
         first = next((i for i, its in enumerate(pieces) if its is not None), len(pieces))
         spec, wanted = group.namespace.spec, [its for its in pieces[first:] if its is not None]
-        if others or len(wanted) < len(pieces) - first or self.codings.of(spec) is not None:
+        if others or group.need is not Need.PREFIX or self.codings.of(spec) is not None:
+            return None
+        if len(wanted) < len(pieces) - first:
             return None
         if not wanted or not all(are_whole_slices(its, spec.geometry.layers) for its in wanted):
             return None

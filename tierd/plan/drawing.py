@@ -31,7 +31,8 @@ def draw(asked: Asked, made: Plan, path: Path) -> None:
     hits.set(xscale="log", xlabel="GiB of all tiers", ylabel="% of prompt tokens", title=f"Hits: {asked.traffic.name}")
     hits.set_xscale("log", base=2)
     hits.set_ylim(0, 100)
-    hits.legend()
+    if any(tier.capacity_bytes for tier in made.tiers):
+        hits.legend()
     tokens = np.geomspace(1024, max(2048, asked.context), 32).astype(int)
     for name, colour in (("bfloat16", BLUE), (CODED, ORANGE)):
         form = form_of(name)

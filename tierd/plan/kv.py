@@ -11,6 +11,7 @@ from tierd.errors import InvalidArgument
 from tierd.plan.models import Model
 
 BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "fp8": 8.0}
+CODECS = ("rot-8-8", "rot-8-4", "rot-4-4")
 TOKENS_PER_BLOCK = 16
 
 
@@ -31,13 +32,11 @@ class Form:
 
 
 def form_of(name: str) -> Form:
-    """A dtype, or a codec of rotated codes with its scales. Raises InvalidArgument."""
+    """A dtype, or a codec of rotated codes with its scales, for heads of 128. Raises InvalidArgument."""
     if name in BITS:
         return Form(name, BITS[name])
-    if not name.startswith("rot-"):
-        raise InvalidArgument(
-            f"--dtype: {name!r} is not known; give one of {', '.join(BITS)}, rot-8-8, rot-8-4, rot-4-4"
-        )
+    if name not in CODECS:
+        raise InvalidArgument(f"--dtype: {name!r} is not known; give one of {', '.join((*BITS, *CODECS))}")
     shape = KVShape(KVGeometry(1, 8, 128, "bfloat16"), TOKENS_PER_BLOCK)
     return Form(name, 16 * codec_named(name).lengths(shape).most / shape.block_bytes)
 
@@ -55,4 +54,4 @@ def waste_of(model: Model, *, context: int, mean: float) -> Waste:
     """context: of the longest request. mean: tokens of a request in its middle."""
     used, whole = model.request_values(round(mean)), model.request_values(context)
     block = model.request_values(TOKENS_PER_BLOCK) / 2
-    return Waste(1 - used / whole if whole else 0.0, block / (used + block) if used else 0.0)
+    return Waste(max(0.0, 1 - used / whole) if whole else 0.0, block / (used + block) if used else 0.0)

@@ -16,8 +16,6 @@ from tierd.plan.models import Model
 
 PREFILL_SHARE, DECODE_SHARE, MEMORY_SHARE = 0.5, 0.7, 0.9
 """Of peak arithmetic, of memory bandwidth, and of memory that an engine takes."""
-WEIGHT_BYTES = 2
-"""Of a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +53,23 @@ GPUS = {
 """Data sheets; prices are assumptions of this release, in dollars."""
 
 
-def gpus_needed(model: Model, gpu: Gpu) -> int:
-    """The least power of two that holds the weights and leaves a fifth for keys and values. Raises
-    InvalidArgument for a model without a number of parameters."""
+def gpus_for(model: Model, gpu: Gpu, wanted: int | None) -> int:
+    """GPUs of an engine: as wanted, else the least power of two that holds the weights and leaves a
+    fifth for keys and values. Raises InvalidArgument for fewer than hold the weights, and for a
+    model without a number of parameters."""
     if not model.parameters:
         raise InvalidArgument(
-            f"--model: the parameters of {model.name} do not follow from its config.json; give --gpus and --parameters"
+            f"--model: the parameters of {model.name} do not follow from its config.json; give --parameters"
         )
-    needed = model.parameters * WEIGHT_BYTES / (0.8 * MEMORY_SHARE * gpu.memory)
-    return 1 << max(0, math.ceil(math.log2(needed)))
+    weights, each = model.weight_bytes, MEMORY_SHARE * gpu.memory
+    if wanted is None:
+        return 1 << max(0, math.ceil(math.log2(weights / (0.8 * each))))
+    if wanted * each <= weights:
+        raise InvalidArgument(
+            f"--gpus: {wanted} x {gpu.name} gives an engine {wanted * each / 1e9:.0f} GB, the weights of {model.name} take "
+            f"{weights / 1e9:.0f}; give {int(weights // each) + 1} or more, or --weight-bits"
+        )
+    return wanted
 
 
 def prefill_s(model: Model, gpu: Gpu, start: float, tokens: float) -> float:
@@ -76,12 +82,12 @@ def prefill_s(model: Model, gpu: Gpu, start: float, tokens: float) -> float:
 
 def room_bytes(model: Model, gpu: Gpu) -> float:
     """Of keys and values on the GPUs; 0 if the weights leave none."""
-    return max(0.0, gpu.memory * MEMORY_SHARE - model.parameters * WEIGHT_BYTES)
+    return max(0.0, gpu.memory * MEMORY_SHARE - model.weight_bytes)
 
 
 def decode_s(model: Model, gpu: Gpu, form: Form, *, batch: float, context: float) -> float:
     """Seconds of one decode step of a batch. A mixture of experts reads those of all its tokens."""
-    weights = min(model.parameters, model.active * batch) * WEIGHT_BYTES
+    weights = min(model.parameters, model.active * batch) * model.weight_bits / 8
     read = weights + batch * form.request_bytes(model, round(context))
     return read / (gpu.bandwidth * DECODE_SHARE)
 

@@ -36,8 +36,8 @@ class TraceHits:
         self._block_bytes = round(token_bytes * int(trace.full_tokens[0]))
         sizes = self._sizes()
         rows = self._simulate([{TierKind.HOST: size} for size in sizes], show)
-        self._tokens = [size / token_bytes for size in sizes]
-        self._shares = [row["prefix_token_hit"] for row in rows]
+        self._tokens = [float(trace.full_tokens[0]), *(size / token_bytes for size in sizes)]
+        self._shares = [0.0, *(row["prefix_token_hit"] for row in rows)]  # one block brings nothing
 
     def of(self, tokens: float) -> float:
         """As `Hits`; between two sizes by the logarithm."""

@@ -187,7 +187,7 @@ def test_kernels_that_cannot(paged: Any, store: Callable[..., Any], monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("place", "why"), [("cpu", "pages lie on cpu, queries on cuda:0"), ("cuda:0", "pages of float32")]
+    ("place", "why"), [("cpu", "pages are on cpu, queries on cuda:0"), ("cuda:0", "pages of float32")]
 )
 def test_a_gpu_whose_kernels_cannot(
     place: str, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

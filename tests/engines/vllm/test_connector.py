@@ -117,7 +117,8 @@ def test_by_another_process(
 @pytest.mark.parametrize("verify", ["always", "first_hit"])
 def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
     """Bytes corrupted in memory and in the store shorten the hit, whichever hits the daemon verifies:
-    a load checks all that it copies. A load that finds them itself may lose the whole hit."""
+    a load checks all that it copies. A load that finds them asks the daemon twice. If its step's
+    deadline passes before the first answer, it loses the whole hit."""
     asked = [prompt(6 + (verify == "always"), PROMPT_TOKENS)]
     known = {place for place, _ in flushed(daemon)}
     computed = llm.generate(asked, max_tokens=24)[0]

@@ -145,15 +145,21 @@ def test_a_daemon_that_dies_in_a_load(llm: Engine, alone: Engine, daemon: Daemon
     asked = [prompt(14, PROMPT_TOKENS)]
     known = alone.generate(asked, max_tokens=24)[0]
     llm.generate(asked, max_tokens=24)
+    llm.settle()
+    daemon.configure(VERIFIED + "[mover]\nprefetch_on_lookup = false\n")  # the loads themselves ask for the blocks
+    daemon.restart()
+    await_hits(llm, asked[0])
+    to_the_store(daemon)
     assert llm.reset()
-    before = counted(llm.metrics(), "hit_tokens_host")
+    before = counted(llm.metrics(), "hit_tokens_disk")
     try:
         with daemon.faults() as faults:
             faults.arm("cache.acquire.before_hold", "kill@2")
         answer = llm.generate(asked, max_tokens=24)[0]
         assert daemon.await_end() < 0
         assert_same(known, answer, within=CLOSE)
-        assert counted(llm.metrics(), "hit_tokens_host") - before == WHOLE, "no load had begun: this test shows nothing"
+        assert counted(llm.metrics(), "hit_tokens_disk") - before == WHOLE, "no load had begun: this test shows nothing"
     finally:
+        daemon.configure(VERIFIED)
         daemon.restart()
     await_hits(llm, asked[0])

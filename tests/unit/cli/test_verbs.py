@@ -71,10 +71,10 @@ def test_a_flush_that_left_something_fails(run: Run, admin: FakeAdmin) -> None:
     assert "wrote 8 blocks, 8.00 MiB, to NVMe; 2 blocks could not be" in result.stdout
 
 
-def test_a_drain_says_that_it_is_for_good(run: Run) -> None:
-    """drain's help and answer state that only a restart reverts it."""
-    assert "until somebody restarts it" in " ".join(run("drain", "--help").stdout.split())
-    assert "until somebody restarts it" in run("drain").stdout
+def test_a_drain_says_what_ends_it(run: Run) -> None:
+    """drain's help and answer state that --undo or a restart reverts it."""
+    assert "until --undo or a restart" in " ".join(run("drain", "--help").stdout.split())
+    assert "until `tierctl drain --undo` or a restart" in run("drain").stdout
 
 
 def test_json_has_raw_numbers_and_whole_hashes(run: Run) -> None:
@@ -175,6 +175,7 @@ def test_filters_reach_the_daemon(run: Run, admin: FakeAdmin) -> None:
         ("epoch", "bump"),
         ("epoch", "bump", "--model", "m", "--namespace", "1"),
         ("drain", "--deadline", "5 parsecs"),
+        ("drain", "--undo", "--release"),
         ("blocks", "--sort", "colour"),
         ("nonsense",),
         ("replay", "/nowhere/trace.jsonl"),

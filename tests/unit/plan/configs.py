@@ -6,7 +6,7 @@ from typing import Any
 
 LLAMA = {"model_type": "llama", "vocab_size": 128_256, "max_position_embeddings": 131_072}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
+    "llama-3.1-8b": {
         **LLAMA,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
@@ -14,7 +14,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 4096,
         "intermediate_size": 14_336,
     },
-    "llama-3-70b": {
+    "llama-3.1-70b": {
         **LLAMA,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
@@ -115,6 +115,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "hidden_size": 7168,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "vocab_size": 129_280,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
     },
     "qwen3-next-80b-a3b": {
         "model_type": "qwen3_next",

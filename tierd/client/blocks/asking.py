@@ -40,7 +40,7 @@ from tierd.client.values import (
     Target,
 )
 from tierd.core.formats.model import BlockStatus, StructArray
-from tierd.errors import NotFound, SessionLost, StaleHandle, Unavailable
+from tierd.errors import DeadlineExceeded, NotFound, Overloaded, SessionLost, StaleHandle, Unavailable
 
 T = TypeVar("T")
 
@@ -181,17 +181,28 @@ class Asking(Links):
 
     def _copied(self, group: Group, out: Any, deadline: float) -> tuple[GetResult, Any]:
         """Copies the prefix under a lease. If a page does not hold its block, reports it and asks
-        the daemon once more: a farther tier may have the block intact."""
+        the daemon once more: a farther tier may have the block intact. If that answer does not
+        come, the blocks before it are the prefix."""
         doubted: Any = np.zeros(0, "<u8")
+        got, lengths = GetResult(), np.zeros(0, np.uint32)
         while True:
-            lease = self.leased([group], "host", deadline, doubted=doubted.tobytes())
+            try:
+                lease = self.leased([group], "host", deadline, doubted=doubted.tobytes())
+            except (DeadlineExceeded, Overloaded, Unavailable):
+                if not got:
+                    raise
+                return got, lengths
             if not lease:
-                return GetResult(), ()
+                return got, lengths
             try:
                 good = lease.copied(out, trusted=doubted, deadline=deadline)
                 bad, blocks = lease.handles["generation"][~good], replies.valid_blocks(lease.groups, good)
+                got, lengths = (
+                    GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens),
+                    lease.handles["length"],
+                )
                 if not len(bad) or len(doubted):
-                    return GetResult(lease.tokens_of(blocks), blocks, (), lease.tier_tokens), lease.handles["length"]
+                    return got, lengths
                 doubted = bad.astype("<u8")
             finally:
                 lease.detach()

@@ -91,6 +91,11 @@ def of_blocks(out: Sequence[Sequence[Any]], count: int) -> list[list[Bytes]]:
     """Flat views of the pieces of the first blocks. Raises InvalidArgument."""
     if len(out) < count:
         raise InvalidArgument(f"buffers: {len(out)} for {count} blocks; pass one each")
+    for number, its in enumerate(out[:count]):
+        if not isinstance(its, list | tuple):
+            raise InvalidArgument(
+                f"buffer {number}: {type(its).__name__}, but buffer 0 is in pieces; pass all of one kind"
+            )
     return [[flat(piece, writable=True) for piece in its] for its in out[:count]]
 
 

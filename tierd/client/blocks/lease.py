@@ -126,7 +126,8 @@ class Lease(Bound):
         if is_on_gpu:
             self._load(hold, out, deadline)
         good = np.ones(len(self.handles), np.bool_)
-        pages = one_sided_get.pages_of(hold.link.session, self.handles) if hold.link.session else None
+        layers = [group.layers for group in self.groups for _ in range(group.handles.size)]
+        pages = one_sided_get.pages_of(hold.link.session, self.handles, layers) if hold.link.session else None
         if pages is not None:
             without_sums = pages.rows["table"] == 0
             good = np.array(pages.copy_to(None if is_on_gpu else out, is_leased=True), bool)

@@ -14,6 +14,7 @@ section 4). The loops are C++ (tierd/native) or Python, with the same results.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -195,20 +196,22 @@ def _page(segment: MappedSegment, slot: int, length: int, layers: int, generatio
     return data + slot * class_bytes, length, layers, generation, table, word
 
 
-def pages_of(session: Session, handles: StructArray) -> Pages | None:
+def pages_of(session: Session, handles: StructArray, layers: Sequence[int] | None = None) -> Pages | None:
     """Held pages of HANDLE [n]; None: one is not in mapped host memory. A page without its own
-    entry gets no sums, so its copy is not good."""
+    entry gets no sums, so its copy is not good. layers: of each block, for such pages. None: all
+    are opaque."""
     table, rows = session.segments.table(), list[tuple[int, ...]]()
     columns = (handles[name].tolist() for name in ("tier", "segment", "slot", "generation", "length"))
-    for tier, number, slot, generation, length in zip(*columns, strict=True):
+    for *place, generation, length, of_block in zip(*columns, layers or [0] * len(handles), strict=True):
+        tier, number, slot = place
         at = table.find(tier << SEGMENT_BITS | number)
         if at is None:
             return None
         segment = table.segments[at]
         entry = segment.entry(slot)
         is_its = entry is not None and (entry.generation, entry.length) == (generation, length)
-        layers = entry.layers if entry is not None and is_its else 0
-        *page, sums, word = _page(segment, slot, length, layers, generation)
+        cut = entry.layers if entry is not None and is_its else of_block
+        *page, sums, word = _page(segment, slot, length, cut, generation)
         rows.append((*page, sums if is_its else 0, word, at, slot))
     return Pages(np.array(rows, PAGE), table)
 
