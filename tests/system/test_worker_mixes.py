@@ -30,7 +30,8 @@ from tierd.worker.tierd_pages import TierdOptions, TierdPages
 from tierd.worker.tokens.choice import TokenChoice
 from tools.kernels import MissingTool, build_emulator
 
-# A block of 16 tokens has 16 or 32 KiB. The device tier has room for the prompts of one batch, or less.
+# A block of 16 tokens has 16 or 32 KiB. The device tier has room for the prompts of one batch, or
+# less.
 CONFIG = """
 [server]
 shutdown_deadline = "5 s"

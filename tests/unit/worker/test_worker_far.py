@@ -147,8 +147,8 @@ def test_a_result_does_not_depend_on_what_is_in_the_hot_buffer(long_model: Llama
 
 
 def test_an_interrupted_copy_leaves_no_granule(shape: PageShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a step is interrupted between two copies into the hot buffer, the next one copies again: its
-    result is equal to the bit to that of an empty buffer."""
+    """A step is interrupted between two copies into the hot buffer. The next one copies them again. It
+    equals one with an empty buffer, to the bit."""
     rng = np.random.default_rng(3)
     table, q = (
         filled(shape, 8 * GRANULE_TOKENS + 5, rng),
