@@ -32,6 +32,7 @@ def test_a_worker_with_cupy_gets_its_pages_back(tmp_path: Path) -> None:
     the fake driver."""
     (block,) = run_blocks(CUPY)
     (tmp_path / "cupy.py").write_text("from tests.system.small_cupy import cuda, empty, uint8\n")
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    with Daemon("nvme = []") as daemon, Shell(daemon, **fake_environment() | {"PYTHONPATH": paths}) as shell:
+    fake = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    fake |= {name: value for name, value in fake_environment().items() if name not in {"PATH", *fake}}
+    with Daemon("nvme = []") as daemon, Shell(daemon, None, **fake) as shell:
         assert is_said(block, shell.run(block))

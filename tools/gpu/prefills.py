@@ -33,7 +33,7 @@ def results(bench: Bench) -> Iterator[Result]:
     for name, shapes in (_small() if bench.is_small else _full()).items():
         yield family(bench, library, name, ((check_prefill, shape) for shape in shapes))
     yield family(bench, library, "prefill_odd", _odd(bench.pick(len(ODD_PREFILLS), 1)))
-    yield family(bench, library, "prefill_narrow", _narrow(bench.pick(DIMS, ())))
+    yield family(bench, library, "prefill_narrow", bench.pick(list(_narrow(DIMS)), [(_check_least, PREFILLS[0])]))
     yield family(bench, library, "merge", ((check_merge, kind) for kind in MERGES))
 
 
