@@ -46,11 +46,15 @@ def counted(metrics: dict[str, float], name: str) -> float:
 
 
 def await_hits(llm: Engine, asked: list[int]) -> None:
-    """Waits until the engine hits all that it may of a prompt. Best effort connects and reconnects
-    within seconds, not at the first call."""
+    """Waits until the engine hits all that it may of a prompt, and has loaded it. Best effort connects
+    and reconnects within seconds, not at the first call. vLLM calls a prompt cached before a load in
+    its step, so hits alone say nothing about the worker's client."""
+    wanted = (len(asked) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     for _ in range(60):
         assert llm.reset()
-        if llm.generate([asked], max_tokens=1)[0].cached == (len(asked) - 1) // BLOCK_TOKENS * BLOCK_TOKENS:
+        before = counted(llm.metrics(), "loaded_blocks")
+        is_hit = llm.generate([asked], max_tokens=1)[0].cached == wanted
+        if is_hit and counted(llm.metrics(), "loaded_blocks") > before:
             assert llm.reset()
             return
     raise AssertionError("the daemon serves nothing")

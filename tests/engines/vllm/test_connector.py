@@ -120,6 +120,7 @@ def test_a_damaged_block(llm: Engine, daemon: Daemon, verify: str) -> None:
     a load checks all that it copies. A load that finds them asks the daemon twice. If its step's
     deadline passes before the first answer, it loses the whole hit."""
     asked = [prompt(6 + (verify == "always"), PROMPT_TOKENS)]
+    await_hits(llm, prompt(100, 70))  # the daemon may have just restarted
     known = {place for place, _ in flushed(daemon)}
     computed = llm.generate(asked, max_tokens=24)[0]
     llm.settle()
