@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,15 +211,16 @@ def plain(asked: Asked, made: Plan) -> dict[str, Any]:
 
 
 def show(console: Console, asked: Asked, made: Plan) -> None:
-    """Prints the tables."""
+    """Prints the tables. Lines are whole in a pipe."""
+    say = partial(console.print, soft_wrap=not console.is_terminal)
     title(console, f"{asked.model.name}: keys and values in {asked.form.name}")
-    console.print(f"of a token     {human_bytes(made.kv_bytes_per_token)}")
-    console.print(f"of a request   {human_bytes(made.kv_bytes_per_request)} at {asked.context:,} tokens")
-    console.print(
+    say(f"of a token     {human_bytes(made.kv_bytes_per_token)}")
+    say(f"of a request   {human_bytes(made.kv_bytes_per_request)} at {asked.context:,} tokens")
+    say(
         f"on the GPUs    {human_bytes(made.room_bytes)} beside the weights of {asked.gpus} x {asked.gpu.name}: "
         f"{made.fitting_requests} requests of {asked.traffic.mean_tokens:,.0f} tokens"
     )
-    console.print(
+    say(
         f"wasted         {human_share(made.waste.contiguous, 1)} with room for {asked.context:,} tokens each, "
         f"{human_share(made.waste.paged, 1)} in blocks of 16"
     )
@@ -233,7 +235,7 @@ def show(console: Console, asked: Asked, made: Plan) -> None:
     if made.drive_writes:
         years = made.life_years
         life = f"{years:,.1f} years" if years >= 1 else f"{years * 365:.3g} days"
-        console.print(
+        say(
             f"at most {float(f'{made.drive_writes:.2g}'):,g} drive writes a day; a drive rated for 1 a day over five years lasts "
             f"{life} (set nvme.endurance_dwpd, and tierd writes less)"
         )
@@ -271,7 +273,7 @@ def show(console: Console, asked: Asked, made: Plan) -> None:
     )
     title(console, "Assumptions")
     for line in assumptions(asked):
-        console.print(Text(f"- {line}", style="dim"), soft_wrap=not console.is_terminal)
+        say(Text(f"- {line}", style="dim"))
 
 
 def title(console: Console, text: str) -> None:

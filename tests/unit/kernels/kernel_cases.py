@@ -37,6 +37,20 @@ LSE_LIMIT = MASS_LIMIT = 1e-5
 WILD = 2**31 - 1
 
 
+class Nothing:
+    """A library that must not be called."""
+
+    device = "cpu"
+
+    def launch(self, kernel: str, *_: object, **__: object) -> None:
+        """Raises AssertionError."""
+        raise AssertionError(kernel)
+
+    def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
+        """Raises AssertionError."""
+        raise AssertionError(kernel)
+
+
 @dataclass(frozen=True)
 class Shape:
     """sequences: (query tokens, kv tokens) each. chosen: pages each kv head sees; odd heads one less.

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.unit.kernels.kernel_cases import Nothing
 from tests.unit.kernels.nan_cases import ODD_SUMMARIES, check_odd_summary
 from tests.unit.kernels.page_cases import (
     LAYOUTS,
@@ -168,16 +169,6 @@ def test_in_any_order_of_threads(library: Emulated, case: tuple[Any, Any]) -> No
 
 
 # -- arguments that do not fit
-
-
-class Nothing:
-    """A library that must not be called."""
-
-    device = "cpu"
-
-    def launch(self, kernel: str, *_: object, **__: object) -> None:
-        """Raises AssertionError."""
-        raise AssertionError(kernel)
 
 
 def zeros(*shape: int, dtype: Any = np.float16) -> Any:

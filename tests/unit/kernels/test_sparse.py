@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.kernels.kernel_cases import TYPES
+from tests.unit.kernels.kernel_cases import TYPES, Nothing
 from tests.unit.kernels.small_cases import UNITS
 from tests.unit.kernels.sparse_cases import (
     BF16,
@@ -104,16 +104,6 @@ def test_in_any_order_of_threads(library: Emulated, case: tuple[Any, Any]) -> No
 
 
 # -- arguments that do not fit
-
-
-class Nothing:
-    """A library that must not be called."""
-
-    device = "cpu"
-
-    def launch(self, kernel: str, *_: object, **__: object) -> None:
-        """Raises AssertionError."""
-        raise AssertionError(kernel)
 
 
 def zeros(*shape: int, dtype: Any = np.int32) -> Any:

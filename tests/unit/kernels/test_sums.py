@@ -10,6 +10,7 @@ import pytest
 
 from tests.depth import count
 from tests.unit.kernels.fake_driver import DeviceArray, entered, on_fake_driver
+from tests.unit.kernels.kernel_cases import Nothing
 from tests.unit.kernels.small_cases import UNITS
 from tests.unit.kernels.sum_cases import POISON, RAGGED, Spans, check_sums
 from tierd import checksum
@@ -105,22 +106,7 @@ def test_pages_on_a_device() -> None:
     assert slice_sums(Loaded(build_fatbins()), *given, out) is out
     assert [table.tolist() for table in slices.tables(out.numpy())] == host_tables(pool, starts)
 
-
-# -- arguments that do not fit
-
-
-class Nothing:
-    """A library that must not be called."""
-
-    device = "cpu"
-
-    def launch(self, kernel: str, *_: object, **__: object) -> None:
-        """Raises AssertionError."""
-        raise AssertionError(kernel)
-
-    def resident_blocks(self, kernel: str, *, shared_bytes: int = 0) -> int:
-        """Raises AssertionError."""
-        raise AssertionError(kernel)
+    # -- arguments that do not fit
 
 
 GIVEN = {"addresses": np.zeros(3, np.uint64), "lengths": np.zeros(3, np.uint32), "out": np.zeros(3, np.uint64)}
