@@ -106,7 +106,8 @@ def test_pages_on_a_device() -> None:
     assert slice_sums(Loaded(build_fatbins()), *given, out) is out
     assert [table.tolist() for table in slices.tables(out.numpy())] == host_tables(pool, starts)
 
-    # -- arguments that do not fit
+
+# -- arguments that do not fit
 
 
 GIVEN = {"addresses": np.zeros(3, np.uint64), "lengths": np.zeros(3, np.uint32), "out": np.zeros(3, np.uint64)}
