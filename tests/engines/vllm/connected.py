@@ -46,9 +46,11 @@ def counted(metrics: dict[str, float], name: str) -> float:
 
 
 def await_hits(llm: Engine, asked: list[int]) -> None:
-    """Waits until the engine hits all that it may of a prompt, and has loaded it. Best effort connects
-    and reconnects within seconds, not at the first call. vLLM calls a prompt cached before a load in
-    its step, so hits alone say nothing about the worker's client."""
+    """Waits until the engine hits all that it may of a prompt, and has loaded it.
+
+    With best effort, a client connects and reconnects within seconds, not at the first call.
+    Hits alone say nothing about the worker: vLLM counts them before a load in its step.
+    """
     wanted = (len(asked) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     for _ in range(60):
         assert llm.reset()
