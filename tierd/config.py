@@ -26,18 +26,15 @@ from tierd import places
 from tierd.core.formats.model import PAGE_ALIGN_BYTES
 from tierd.errors import ConfigError
 from tierd.settings import (
-    AUTO,
     SECTIONS,
     TIER_SECTIONS,
     Config,
-    DeviceConfig,
     EventsConfig,
-    HostConfig,
     IdentityConfig,
     MoverConfig,
-    NvmeConfig,
     ServerConfig,
 )
+from tierd.tier_settings import AUTO, DeviceConfig, HostConfig, NvmeConfig
 from tierd.units import format_bytes
 
 __all__ = [

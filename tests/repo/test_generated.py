@@ -14,7 +14,7 @@ import pytest
 
 from tests.repo.source import GENERATED, ROOT
 from tierd.config import Config, load_config, read_config
-from tierd.settings import DeviceConfig
+from tierd.tier_settings import DeviceConfig
 
 REFERENCE = ROOT / "configs" / "reference.toml"
 PROFILES = sorted(path for path in (ROOT / "configs").glob("*.toml") if path != REFERENCE)
