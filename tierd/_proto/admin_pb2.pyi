@@ -625,3 +625,239 @@ class WearReply(_message.Message):
     STORES_FIELD_NUMBER: _ClassVar[int]
     stores: _containers.RepeatedCompositeFieldContainer[StoreWear]
     def __init__(self, stores: _Optional[_Iterable[_Union[StoreWear, _Mapping]]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("block", "request", "hashes", "namespace", "has_namespace", "last", "misses")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HAS_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    block: str
+    request: str
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    namespace: int
+    has_namespace: bool
+    last: int
+    misses: bool
+    def __init__(self, block: _Optional[str] = ..., request: _Optional[str] = ..., hashes: _Optional[_Iterable[bytes]] = ..., namespace: _Optional[int] = ..., has_namespace: bool = ..., last: _Optional[int] = ..., misses: bool = ...) -> None: ...
+
+class Cause(_message.Message):
+    __slots__ = ("cause", "text", "hash", "ago_s", "tier", "facts")
+    class FactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    text: str
+    hash: bytes
+    ago_s: float
+    tier: str
+    facts: _containers.ScalarMap[str, str]
+    def __init__(self, cause: _Optional[str] = ..., text: _Optional[str] = ..., hash: _Optional[bytes] = ..., ago_s: _Optional[float] = ..., tier: _Optional[str] = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class RequestDecision(_message.Message):
+    __slots__ = ("ago_s", "request", "session", "kind", "namespace", "model", "tokens_asked", "tokens_missed", "tier_tokens", "waited_s", "cause")
+    class TierTokensEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    ago_s: float
+    request: str
+    session: int
+    kind: str
+    namespace: int
+    model: str
+    tokens_asked: int
+    tokens_missed: int
+    tier_tokens: _containers.ScalarMap[str, int]
+    waited_s: float
+    cause: Cause
+    def __init__(self, ago_s: _Optional[float] = ..., request: _Optional[str] = ..., session: _Optional[int] = ..., kind: _Optional[str] = ..., namespace: _Optional[int] = ..., model: _Optional[str] = ..., tokens_asked: _Optional[int] = ..., tokens_missed: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., waited_s: _Optional[float] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("requests", "blocks", "decisions", "bytes", "since_s")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestDecision]
+    blocks: _containers.RepeatedCompositeFieldContainer[Cause]
+    decisions: int
+    bytes: int
+    since_s: float
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestDecision, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Cause, _Mapping]]] = ..., decisions: _Optional[int] = ..., bytes: _Optional[int] = ..., since_s: _Optional[float] = ...) -> None: ...
+
+class TreeRequest(_message.Message):
+    __slots__ = ("namespace", "has_namespace", "root", "depth", "limit", "sort")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HAS_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SORT_FIELD_NUMBER: _ClassVar[int]
+    namespace: int
+    has_namespace: bool
+    root: str
+    depth: int
+    limit: int
+    sort: str
+    def __init__(self, namespace: _Optional[int] = ..., has_namespace: bool = ..., root: _Optional[str] = ..., depth: _Optional[int] = ..., limit: _Optional[int] = ..., sort: _Optional[str] = ...) -> None: ...
+
+class TreeNode(_message.Message):
+    __slots__ = ("hash", "parent", "namespace", "position", "blocks", "tokens", "hits", "idle_s", "tier_blocks", "blocks_below", "tokens_below", "hits_below", "children")
+    class TierBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    TIER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_BELOW_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_BELOW_FIELD_NUMBER: _ClassVar[int]
+    HITS_BELOW_FIELD_NUMBER: _ClassVar[int]
+    CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    parent: int
+    namespace: int
+    position: int
+    blocks: int
+    tokens: int
+    hits: int
+    idle_s: float
+    tier_blocks: _containers.ScalarMap[str, int]
+    blocks_below: int
+    tokens_below: int
+    hits_below: int
+    children: int
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[int] = ..., namespace: _Optional[int] = ..., position: _Optional[int] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., tier_blocks: _Optional[_Mapping[str, int]] = ..., blocks_below: _Optional[int] = ..., tokens_below: _Optional[int] = ..., hits_below: _Optional[int] = ..., children: _Optional[int] = ...) -> None: ...
+
+class DepthReuse(_message.Message):
+    __slots__ = ("from_tokens", "to_tokens", "blocks", "hits")
+    FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TO_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    from_tokens: int
+    to_tokens: int
+    blocks: int
+    hits: int
+    def __init__(self, from_tokens: _Optional[int] = ..., to_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
+
+class TreeReply(_message.Message):
+    __slots__ = ("nodes", "blocks", "tokens", "is_cut", "depths")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[TreeNode]
+    blocks: int
+    tokens: int
+    is_cut: bool
+    depths: _containers.RepeatedCompositeFieldContainer[DepthReuse]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., is_cut: bool = ..., depths: _Optional[_Iterable[_Union[DepthReuse, _Mapping]]] = ...) -> None: ...
+
+class CeilingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CeilingPoint(_message.Message):
+    __slots__ = ("factor", "bytes", "hit_share")
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    factor: float
+    bytes: int
+    hit_share: float
+    def __init__(self, factor: _Optional[float] = ..., bytes: _Optional[int] = ..., hit_share: _Optional[float] = ...) -> None: ...
+
+class CeilingWindow(_message.Message):
+    __slots__ = ("seconds", "covered_s", "tokens", "hit_share", "points")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COVERED_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    covered_s: float
+    tokens: int
+    hit_share: float
+    points: _containers.RepeatedCompositeFieldContainer[CeilingPoint]
+    def __init__(self, seconds: _Optional[float] = ..., covered_s: _Optional[float] = ..., tokens: _Optional[int] = ..., hit_share: _Optional[float] = ..., points: _Optional[_Iterable[_Union[CeilingPoint, _Mapping]]] = ...) -> None: ...
+
+class CeilingReply(_message.Message):
+    __slots__ = ("windows", "bytes", "trouble")
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    windows: _containers.RepeatedCompositeFieldContainer[CeilingWindow]
+    bytes: int
+    trouble: str
+    def __init__(self, windows: _Optional[_Iterable[_Union[CeilingWindow, _Mapping]]] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class SetRequest(_message.Message):
+    __slots__ = ("settings", "check")
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    settings: _containers.ScalarMap[str, str]
+    check: bool
+    def __init__(self, settings: _Optional[_Mapping[str, str]] = ..., check: bool = ...) -> None: ...
+
+class SettingChange(_message.Message):
+    __slots__ = ("name", "before", "after")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    before: str
+    after: str
+    def __init__(self, name: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
+
+class SetReply(_message.Message):
+    __slots__ = ("changes",)
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[SettingChange]
+    def __init__(self, changes: _Optional[_Iterable[_Union[SettingChange, _Mapping]]] = ...) -> None: ...
