@@ -15,6 +15,7 @@ import pytest
 
 from tests.compilers import skip_without
 from tests.repo.source import ROOT, tracked_files
+from tierd.cli.man import pages
 from tierd.kernels.arguments import HEAD_DIMS
 from tools import fatbins
 from tools.fake_cuda import MAGIC, kernels_of
@@ -202,6 +203,7 @@ def test_a_wheel_of_what_the_container_copies_compiles_its_kernels_later(toolkit
     assert "fatbins for 90, 120" in said
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in tracked_files() if name.startswith("tierd/")} <= set(names)
+    assert {name.split("share/man/man1/")[1] for name in names if "/share/man/" in name} == pages().keys()
     held = {Path(name).stem for name in names if name.endswith(".fatbin")}
     assert held == {unit.name for unit in UNITS}
     said = ran(sys.executable, "-m", "hatchling", "build", "--target", "wheel")
@@ -213,6 +215,7 @@ def test_a_wheel_of_what_the_container_copies_compiles_its_kernels_later(toolkit
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--no-input")
     ran(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
     (site / "beside.pth").write_text(str(Path(pytest.__file__).parents[1]), encoding="utf-8")  # tierd's dependencies
+    assert (tmp_path / "env" / "share" / "man" / "man1" / "tierctl-status.1").exists()
     assert not (site / "tierd" / "kernels" / "fatbins").exists()
     said = ran(str(tmp_path / "env" / "bin" / "tierd"), "kernels", "build", "--architecture", "90")
     assert "for 90 into" in said and str(tmp_path / "cache" / "tierd") in said

@@ -21,6 +21,7 @@ from tierd.cli.exits import Program
 from tierd.cli.figures import human_bytes
 from tierd.cli.help import example
 from tierd.cli.kernels import kernels
+from tierd.cli.man import man
 
 
 @click.group(cls=Program, name="tierd", context_settings={"help_option_names": ["-h", "--help"]})
@@ -147,6 +148,7 @@ def demo(model: Path | None, *, keep: bool, codec: str | None) -> None:
 
 cli.add_command(config)
 cli.add_command(kernels)
+cli.add_command(man)
 
 
 def main() -> None:
