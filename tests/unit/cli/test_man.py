@@ -40,6 +40,7 @@ def test_a_page_says_what_the_help_says(words: tuple[str, ...]) -> None:
         page = page.replace(mark, letter)
     wanted = re.sub(r"^(Usage|\w[\w ]*):|`", "", helped(words, columns=4000), flags=re.MULTILINE)
     said = {*re.findall(r"[^\s`]+", page), *re.findall(r"[^\s`(-]+", page)}  # a group's page names tierd-config(1)
+    assert "-h, --help" in page  # click keeps a command's help option, even a wrong one
     assert set(re.findall(r"\S+", wanted)) - {"Example:", "Examples:"} <= said
 
 
