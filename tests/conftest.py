@@ -48,6 +48,7 @@ LONGEST_FIRST = (
     "tiers/test_misplaced.py",
     "system/test_worker_pages.py",
     "system/test_scrub.py",
+    "system/test_image.py",
 )
 """Files that take a minute or more of a night. If one begins late, a core idles at the run's end."""
 SLOW_STEPS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
