@@ -16,6 +16,7 @@ from rich.text import Text
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.ask import DURATION, Ask, verb
 from tierd.cli.blocks import checked_hash
+from tierd.cli.completion import tiers
 from tierd.cli.figures import human_bytes, human_count
 from tierd.cli.help import Listing, example
 from tierd.cli.options import shared
@@ -36,7 +37,9 @@ def counted(count: int, noun: str) -> str:
 
 @click.command(epilog=example("tierctl evict --tier host.0"))
 @click.argument("hashes", nargs=-1, metavar="[HASH]...")
-@click.option("--tier", default="", metavar="NAME", help="Evict only from this tier, such as host.0.")
+@click.option(
+    "--tier", default="", metavar="NAME", shell_complete=tiers, help="Evict only from this tier, such as host.0."
+)
 @click.option("--all", "everything", is_flag=True, help="Evict every block of every tier.")
 @verb
 def evict(ask: Ask, *, hashes: tuple[str, ...], tier: str, everything: bool) -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.ask import Ask, looking
+from tierd.cli.completion import tiers
 from tierd.cli.figures import human_bytes, human_count, human_seconds
 from tierd.cli.help import example
 from tierd.cli.models import Models
@@ -54,7 +55,9 @@ PAGE_COLUMNS = (
 
 
 @click.command(epilog=example("tierctl blocks --tier host.0 --sort hits"))
-@click.option("--tier", default="", metavar="NAME", help="Only blocks in this tier, such as host.0.")
+@click.option(
+    "--tier", default="", metavar="NAME", shell_complete=tiers, help="Only blocks in this tier, such as host.0."
+)
 @click.option(
     "--namespace", type=click.IntRange(0, (1 << 32) - 1), default=None, help="Only blocks of this namespace id."
 )

@@ -13,13 +13,14 @@ import click
 from rich.text import Text
 
 from tierd.cli.ask import Ask, listing
+from tierd.cli.completion import several
 from tierd.cli.help import example
 from tierd.cli.progress import shown_progress
 from tierd.cli.render import Cell, Column, facts, show_json, show_table
 from tierd.codecs.block import Codec
 from tierd.codecs.calibration import load
 from tierd.codecs.layered import COARSE
-from tierd.codecs.named import codec_named
+from tierd.codecs.named import BY_NAME, codec_named
 from tierd.errors import InvalidArgument
 from tierd.pictures import checked_plot
 from tierd.quality.identity import IDENTITY
@@ -67,6 +68,7 @@ MEASURED: dict[str, Codec] = {codec.name: codec for codec in (IDENTITY, COARSE)}
     "codecs",
     metavar="NAME,...",
     required=True,
+    shell_complete=several([*MEASURED, *BY_NAME]),
     help="Names as in `tierctl codecs`, identity, or layered-2-coarse.",
 )
 @click.option(

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.ask import RATE, Ask, listing
+from tierd.cli.completion import tiers
 from tierd.cli.exits import ExitCode
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
 from tierd.cli.help import example
@@ -48,7 +49,7 @@ QUARANTINE_COLUMNS = (
 
 
 @click.command(epilog=example("tierctl scrub --tier nvme.0 --bandwidth 200MiB/s"))
-@click.option("--tier", default="", metavar="NAME", help="Only this tier, such as nvme.0.")
+@click.option("--tier", default="", metavar="NAME", shell_complete=tiers, help="Only this tier, such as nvme.0.")
 @click.option(
     "--bandwidth",
     type=RATE,

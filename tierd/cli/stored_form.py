@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from tierd.cli.completion import several
 from tierd.codecs.block import HEADER
 from tierd.codecs.named import BY_NAME, codec_named
 from tierd.codecs.values import KVShape
@@ -79,7 +80,12 @@ def encoded(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="LAYERSxHEADSxDIM",
             help="Shape of the model's KV, of 16-bit values; replaces --block-bytes.",
         ),
-        click.option("--codec", metavar="NAME", help=f"Blocks have the lengths of this codec: {', '.join(BY_NAME)}."),
+        click.option(
+            "--codec",
+            metavar="NAME",
+            shell_complete=several(BY_NAME),
+            help=f"Blocks have the lengths of this codec: {', '.join(BY_NAME)}.",
+        ),
     ):
         command = option(command)
     return command
