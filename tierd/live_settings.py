@@ -116,7 +116,7 @@ def differences(before: Config, after: Config) -> tuple[list[Change], list[str]]
 
 
 def only_live(before: Config, after: Config) -> Config:
-    """`before` with the live settings of `after`, checked. Raises ConfigError if they contradict the others."""
+    """`before` with the live settings of `after`, checked. Raises ConfigError."""
     live, _ = differences(before, after)
     return with_changes(before, {change.name: change.after for change in live})
 

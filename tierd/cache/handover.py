@@ -17,8 +17,11 @@ SORTED_HERE = 1 << 15
 
 
 async def hand_over(core: Core, tier: int, now: Callable[[], float]) -> None:
-    """Ends the handover that `core.tuning.set_spec` began: blocks by their last use, of equal ones the
-    last of its sequence first; then the uses that came meanwhile."""
+    """Carries out the handover that `core.tuning.set_spec` began.
+
+    First come the blocks by their last use, of equal ones the last of its sequence. Then come the
+    uses of the meantime.
+    """
     blocks = await _by_last_use(core, tier)
     for begun in range(0, len(blocks), PIECE_BLOCKS):
         core.tuning.hand_over(tier, blocks[begun : begun + PIECE_BLOCKS], now())

@@ -24,7 +24,7 @@ class Tuning:
         self._index, self._sessions, self._policies = index, sessions, policies
 
     def set_session_share(self, share: float) -> None:
-        """The share of a tier that one session may pin and reserve. What it holds stays."""
+        """The share of a tier that one session may pin and reserve. It keeps its pages."""
         self._sessions.set_share(share)
 
     def set_spec(self, tier: int, spec: TierSpec, now: float) -> bool:

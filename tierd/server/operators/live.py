@@ -102,7 +102,7 @@ class LiveSettings:
         return changes
 
     def _check(self, new: Config) -> None:
-        """What a start would check beyond `config.check`, and what listeners can take."""
+        """Checks names of policies and codecs, as a start does, and limits of the listeners."""
         specs_of(new)
         for name in AT_START:
             value, most = getattr(new.server, name), AT_START_FACTOR * getattr(self._at_start, name)
