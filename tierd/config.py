@@ -53,6 +53,7 @@ __all__ = [
     "read_config",
     "resolve",
     "split_address",
+    "validated",
 ]
 
 MIB = 1 << 20
@@ -97,8 +98,13 @@ def read_config(text: str) -> Config:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not valid TOML: {error}; correct the line") from error
     _check_keys(written)
+    return validated(written)
+
+
+def validated(tables: Mapping[str, Any]) -> Config:
+    """The config of these tables: types and bounds checked, nothing resolved. Raises ConfigError."""
     try:
-        return _ADAPTER.validate_python(written)
+        return _ADAPTER.validate_python(tables)
     except ValidationError as error:
         raise ConfigError(_fault(error)) from error
 

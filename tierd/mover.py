@@ -145,6 +145,12 @@ class Mover:
         self.last_error = ""
         """Of a batch that failed as a whole, until it was reported."""
 
+    def set_link_limit(self, limit: int) -> None:
+        """Sets how many batches each link has at once. Those under way go on."""
+        self._link_limit = limit
+        for link in self._links.values():
+            link.limit = limit
+
     async def copy(self, batch: StructArray, metas: StructArray) -> NDArray[np.uint16]:
         """Runs a batch of TRANSFER records of one link, with a META each. Gives BlockStatus u2[n].
 

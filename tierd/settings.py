@@ -9,14 +9,16 @@ as seconds. Each field has a description, and a unit if a number or a text has o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from tierd.core.formats.model import PAGE_ALIGN_BYTES
 from tierd.tier_settings import CLOSED, DeviceConfig, HostConfig, NvmeConfig, Rate, Seconds, key
+from tierd.units import format_bytes
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -36,10 +38,10 @@ class ServerConfig:
         unit="path",
     )
     session_limit: int = key(
-        256, "Open sessions at most; the daemon refuses more.", unit="sessions", least=1, most=65536
+        256, "Open sessions at most; the daemon refuses more.", unit="sessions", least=1, most=65536, live=True
     )
     queue_limit: int = key(
-        256, "Calls in progress at most; the daemon refuses more.", unit="calls", least=1, most=65536
+        256, "Calls in progress at most; the daemon refuses more.", unit="calls", least=1, most=65536, live=True
     )
     session_credits: int = key(
         64,
@@ -48,6 +50,7 @@ class ServerConfig:
         unit="calls",
         least=1,
         most=65536,
+        live=True,
     )
     max_batch_blocks: int = key(
         65536,
@@ -57,7 +60,7 @@ class ServerConfig:
         least=1,
         most=100_000,
     )
-    call_timeout: Seconds = key("30 s", "Deadline of calls that set none.", unit="seconds", least=0.001)
+    call_timeout: Seconds = key("30 s", "Deadline of calls that set none.", unit="seconds", least=0.001, live=True)
     shutdown_deadline: Seconds = key(
         "10 s",
         "At shutdown the daemon waits this long for calls and transfers, then cancels them.",
@@ -82,6 +85,7 @@ class ServerConfig:
         unit="share of capacity",
         least=0.01,
         most=1.0,
+        live=True,
     )
     clock: Literal["monotonic", "replay"] = key(
         "monotonic",
@@ -98,7 +102,7 @@ class ServerConfig:
     )
     metrics_listen: str = key("", "host:port of /metrics for Prometheus; loopback only. Empty: off.", unit="address")
     log_format: Literal["console", "json"] = key("console", "Log lines as text, or one JSON object a line.")
-    log_level: Literal["debug", "info", "warning", "error"] = key("info", "The lowest level that is logged.")
+    log_level: Literal["debug", "info", "warning", "error"] = key("info", "The lowest level that is logged.", live=True)
     watch_queue_events: int = key(
         10000,
         "Events kept for a slow watcher. The daemon drops more, and tells the watcher.",
@@ -135,6 +139,7 @@ class MoverConfig:
         unit="transfers",
         least=1,
         most=65536,
+        live=True,
     )
     queue_time: Seconds = key(
         "2 s",
@@ -142,16 +147,21 @@ class MoverConfig:
         "refused with a hint. One session and prefetches get half of the queue each.",
         unit="seconds",
         least=0.001,
+        live=True,
     )
     queue_blocks: int = key(
-        16384, "Blocks that may queue for reads from one far tier.", unit="blocks", least=1, most=10**7
+        16384, "Blocks that may queue for reads from one far tier.", unit="blocks", least=1, most=10**7, live=True
     )
     batch_blocks: int = key(
-        128, "Blocks in one read or write of a tier, 32 MiB at most.", unit="blocks", least=1, most=4096
+        128, "Blocks in one read or write of a tier, 32 MiB at most.", unit="blocks", least=1, most=4096, live=True
     )
     hash_threads: int = key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)
-    prefetch_on_lookup: bool = key(True, "A Lookup without an intent starts to load the far blocks that it finds.")
-    prefetch_share: float = key(0.5, "Most of a link, and of a tier for blocks not used yet.", least=0, most=1)
+    prefetch_on_lookup: bool = key(
+        True, "A Lookup without an intent starts to load the far blocks that it finds.", live=True
+    )
+    prefetch_share: float = key(
+        0.5, "Most of a link, and of a tier for blocks not used yet.", least=0, most=1, live=True
+    )
 
 
 @dataclass(frozen=True, config=CLOSED)
@@ -159,15 +169,14 @@ class ScrubConfig:
     """The background check of all held pages, and the handling of bad ones."""
 
     period: Seconds = key(
-        "24 h",
-        "Every block is verified once per period. 0: only on `tierctl scrub`.",
-        unit="seconds",
+        "24 h", "Every block is verified once per period. 0: only on `tierctl scrub`.", unit="seconds", live=True
     )
     bandwidth: Rate = key(
         "100 MiB/s",
         "Limit over all tiers. If a pass takes longer than the period, the daemon logs it once.",
         unit="bytes per second",
         least=PAGE_ALIGN_BYTES,
+        live=True,
     )
     quarantine_share: float = key(
         0.05,
@@ -245,3 +254,22 @@ SECTIONS: Mapping[str, type] = {
 
 TIER_SECTIONS = ("device", "host", "nvme")
 """Those of SECTIONS that are arrays of tables."""
+
+
+def bounds(info: Any) -> str:
+    """The bounds of a setting, such as "0 to 1"; empty if it has none. info: its pydantic field."""
+    least = next((mark.ge for mark in info.metadata if hasattr(mark, "ge")), None)
+    most = next((mark.le for mark in info.metadata if hasattr(mark, "le")), None)
+    if least is None:
+        return ""
+    return f"{least:g} or more" if most is None else f"{least:.7g} to {most:.8g}"
+
+
+def toml_value(value: object, *, unit: str) -> str:
+    """One value in TOML. Sizes have units."""
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(str(key))} = {toml_value(item, unit='')}" for key, item in value.items())
+        return "{ " + ", ".join(pairs) + " }" if value else "{}"
+    if isinstance(value, int) and not isinstance(value, bool) and unit.startswith("bytes"):
+        return json.dumps(format_bytes(value) + ("/s" if unit == "bytes per second" else ""))
+    return json.dumps(value, ensure_ascii=False)

@@ -66,7 +66,7 @@ class EncodingCounts:
 class StoreCodecs:
     """The daemon's codecs; `core.forms.Forms` for its core.
 
-    codecs: by tier position. namespace_of: by id of any rank. calibrations: by the file's stem.
+    codecs: by tier position; another mapping may take its place. namespace_of: by id of any rank. calibrations: by the file's stem.
     """
 
     codecs: Mapping[int, Codec]
@@ -110,11 +110,11 @@ class StoreCodecs:
 
         None: it does not fit room bytes, or its error would be beyond the namespace's limit.
         """
-        number, begun = int(meta["namespace"]), time.thread_time()
-        codec, shape = self.codecs[tier], self._shape(self.codecs[tier], number)
+        number, begun, codec = int(meta["namespace"]), time.thread_time(), self.codecs.get(tier)
+        shape = self._shape(codec, number) if codec else None
         counts = self._counts_of(number)
         data = None
-        if shape is not None:
+        if codec is not None and shape is not None:
             calibration = self._calibration_of(self.namespace_of(number).spec.model)
             context = Context(int(meta["position"]) * shape.tokens, calibration)
             data = encoded_block.encode(codec, plain, shape, context, out)
@@ -125,7 +125,7 @@ class StoreCodecs:
                 data = None
         with self._lock:
             counts.encode_s += time.thread_time() - begun
-            if data is None:
+            if data is None or codec is None:
                 counts.not_fitting += 1
                 return None
             counts.blocks += 1

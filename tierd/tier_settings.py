@@ -27,12 +27,22 @@ DAYS_PER_YEAR = 365.0
 CLOSED = ConfigDict(extra="forbid", validate_default=True)
 
 
-def key(default: Any, meaning: str, *, unit: str = "", least: float | None = None, most: float | None = None) -> Any:
-    """A setting: its default as written in TOML, meaning, unit and bounds (both inclusive)."""
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str = "",
+    least: float | None = None,
+    most: float | None = None,
+    live: bool = False,
+) -> Any:
+    """A setting: its default as written in TOML, meaning, unit and bounds (both inclusive).
+
+    live: a running daemon can change it.
+    """
     strict = True if isinstance(default, int | float) else None  # no "3" for 3, no 1 for true
-    return Field(
-        default=default, strict=strict, description=meaning, ge=least, le=most, json_schema_extra={"unit": unit}
-    )
+    extra: dict[str, Any] = {"unit": unit, "live": live}
+    return Field(default=default, strict=strict, description=meaning, ge=least, le=most, json_schema_extra=extra)
 
 
 def _high_watermark() -> Any:
@@ -43,12 +53,18 @@ def _high_watermark() -> Any:
         unit="share of capacity",
         least=0.0,
         most=1.0,
+        live=True,
     )
 
 
 def _low_watermark() -> Any:
     return key(
-        0.70, "Background copying continues down to this fill level.", unit="share of capacity", least=0.0, most=1.0
+        0.70,
+        "Background copying continues down to this fill level.",
+        unit="share of capacity",
+        least=0.0,
+        most=1.0,
+        live=True,
     )
 
 
@@ -60,6 +76,7 @@ def _headroom() -> Any:
         unit="share of capacity",
         least=0.0,
         most=0.9,
+        live=True,
     )
 
 
@@ -79,6 +96,7 @@ def _eviction() -> Any:
     return key(
         "reuse-index",
         "Policy that chooses which blocks to evict. tierd/policies/README.md describes them.",
+        live=True,
     )
 
 
@@ -174,6 +192,7 @@ class NvmeConfig:
         'Codec of the stored blocks, such as "lossless" or "rot-8-4"; `tierctl codecs` lists them. Empty: blocks stay '
         "as they are. A lossy one is used for namespaces whose clients accept an error.",
         unit="codec",
+        live=True,
     )
     queue_depth: int = key(
         16,
@@ -195,18 +214,24 @@ class NvmeConfig:
         unit="faults",
         least=0,
         most=10**6,
+        live=True,
     )
-    fault_window: Seconds = key("10 min", "The window of fault_limit.", unit="seconds", least=1.0)
+    fault_window: Seconds = key("10 min", "The window of fault_limit.", unit="seconds", least=1.0, live=True)
     hang_limit: Seconds = key(
         "5 s",
         "If a read, write or sync takes longer, the store is out of service until the call returns.",
         unit="seconds",
         least=0.1,
+        live=True,
     )
     retry_pause: Seconds = key(
-        "0.5 s", "Wait before retrying a failed store. Doubles after each failure.", unit="seconds", least=0.01
+        "0.5 s",
+        "Wait before retrying a failed store. Doubles after each failure.",
+        unit="seconds",
+        least=0.01,
+        live=True,
     )
-    retry_pause_limit: Seconds = key("2 s", "The longest wait before a retry.", unit="seconds", least=0.01)
+    retry_pause_limit: Seconds = key("2 s", "The longest wait before a retry.", unit="seconds", least=0.01, live=True)
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
     headroom: float = _headroom()
@@ -216,6 +241,7 @@ class NvmeConfig:
         "Which blocks are written to the store. learned: blocks likely to be used again, as the wear "
         "budget allows. all: every block. second-touch: blocks used twice. tinylfu: blocks used often. "
         "Short last blocks are never written, except by durable puts.",
+        live=True,
     )
     wear_budget: Bytes = key(
         0,
@@ -223,9 +249,10 @@ class NvmeConfig:
         "0: from endurance_dwpd or endurance_tbw, else no limit.",
         unit="bytes per day",
         most=10**18,
+        live=True,
     )
     wear_burst: Seconds = key(
-        "6 h", "Unused write budget accumulates for this long.", unit="seconds", least=1.0, most=7 * 86400.0
+        "6 h", "Unused write budget accumulates for this long.", unit="seconds", least=1.0, most=7 * 86400.0, live=True
     )
     endurance_dwpd: float = key(
         0.0,

@@ -24,7 +24,7 @@ from tierd import client, errors
 from tierd.cli.ctl import cli as tierctl
 from tierd.cli.daemon import cli as tierd
 from tierd.metrics import METRICS
-from tierd.settings import SECTIONS, TIER_SECTIONS, Config
+from tierd.settings import SECTIONS, TIER_SECTIONS, Config, bounds
 
 REFERENCE = Path(__file__).resolve().parent.parent / "deploy" / "docs" / "reference"
 WIDTH = 98
@@ -86,6 +86,9 @@ def _configuration() -> Iterator[str]:
     yield "text such as `5 s`. A path is absolute. Sections of tiers are arrays: write `[[host]]` twice for"
     yield "two host tiers. Blocks spread over the tiers of one kind by their hash."
     yield ""
+    yield "Settings marked *live* can change while the daemon runs: by"
+    yield "[`tierctl set`](../how-to/change-settings.md), or by a changed file and SIGHUP."
+    yield ""
     shared = _shared()
     for section in (*TIER_SECTIONS[1:], TIER_SECTIONS[0], *(name for name in SECTIONS if name not in TIER_SECTIONS)):
         is_array = section in TIER_SECTIONS
@@ -135,7 +138,8 @@ def _settings(section: str, names: Sequence[str]) -> Iterator[str]:
         info = _field(section, name)
         default = info.get_default(call_default_factory=True)
         written = "{}" if isinstance(default, dict) else json.dumps(default)
-        rows.append((f"`{name}`", f"`{written}`", _allowed(info), info.description))
+        live = "; *live*" if info.json_schema_extra.get("live") else ""
+        rows.append((f"`{name}`", f"`{written}`", _allowed(info) + live, info.description))
     yield from _table(("setting", "default", "value", "meaning"), rows)
 
 
@@ -144,11 +148,7 @@ def _allowed(info: Any) -> str:
     if choices and all(isinstance(choice, str) for choice in choices):
         return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
     unit = info.json_schema_extra["unit"] or ("true or false" if info.annotation is bool else "text")
-    least = next((mark.ge for mark in info.metadata if hasattr(mark, "ge")), None)
-    most = next((mark.le for mark in info.metadata if hasattr(mark, "le")), None)
-    if least is None:
-        return str(unit)
-    return f"{unit}, {f'{least:g} or more' if most is None else f'{least:.7g} to {most:.8g}'}"
+    return ", ".join(filter(None, (str(unit), bounds(info))))
 
 
 # --- commands -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tierd.settings import SECTIONS, TIER_SECTIONS, Config
+from tierd.settings import SECTIONS, TIER_SECTIONS, Config, bounds
 
 REFERENCE = Path(__file__).resolve().parent.parent / "configs" / "reference.toml"
 
@@ -26,6 +26,7 @@ HEAD = """\
 #
 # Sizes are bytes, or texts such as "512 MiB" (B, KiB, MiB, GiB, TiB, kB, MB, GB, TB).
 # Durations are seconds, or texts such as "5 s" (us, ms, s, min, h).
+# Settings marked "live" can change while the daemon runs: `tierctl set`, or a changed file and SIGHUP.
 # `tierd config check FILE` checks a file. Environment: TIERD_RUNTIME_DIR, TIERD_STATE_DIR.
 # Rendered from tierd/settings.py by tools/gen_reference.py; do not edit.
 """
@@ -59,7 +60,7 @@ def _section(name: str) -> Iterator[str]:
 
 
 def _setting(name: str, info: Any, *, mark: str) -> Iterator[str]:
-    notes = [note for note in (_unit(info), _bounds(info)) if note]
+    notes = [note for note in (_unit(info), bounds(info), "live" * bool(info.json_schema_extra.get("live"))) if note]
     yield _comment(info.description + (f" ({'; '.join(notes)})" if notes else ""))
     yield f"{mark}{name} = {_value(info.get_default(call_default_factory=True))}"
 
@@ -68,14 +69,6 @@ def _unit(info: Any) -> str:
     if (choices := getattr(info.annotation, "__args__", ())) and all(isinstance(choice, str) for choice in choices):
         return " | ".join(json.dumps(choice) for choice in choices)
     return str(info.json_schema_extra["unit"])
-
-
-def _bounds(info: Any) -> str:
-    least = next((mark.ge for mark in info.metadata if hasattr(mark, "ge")), None)
-    most = next((mark.le for mark in info.metadata if hasattr(mark, "le")), None)
-    if least is None:
-        return ""
-    return f"{least:g} or more" if most is None else f"{least:.7g} to {most:.8g}"
 
 
 def _value(default: object) -> str:

@@ -29,6 +29,7 @@ PARTS: dict[str, set[str]] = {
     "tier_settings": {"core", "units"},
     "settings": {"core", "tier_settings", "units"},
     "config": {"core", "errors", "places", "settings", "tier_settings", "units"},
+    "live_settings": {"config", "errors", "settings"},
     "core": {"errors"},
     "policies": {"core", "errors"},
     "simulator": {"core", "policies", "config", "errors", "pictures", "units"},
@@ -68,6 +69,7 @@ PARTS: dict[str, set[str]] = {
         "metrics",
         "logs",
         "checksum",
+        "live_settings",
     }
     | EDGE,
     "client": {"core", "advisor", "_proto", "tcp", "native"} | EDGE,

@@ -29,6 +29,7 @@ from tierd.errors import DeadlineExceeded, NotFound, NotPermitted, TierdError, U
 from tierd.mover import Mover
 from tierd.server.assembly import Assembly, Opened, put_together, spec_of
 from tierd.server.instance import Instance
+from tierd.server.operators.live import LiveSettings
 from tierd.server.session.grants import Grants
 from tierd.tiers.arena.holds import FormerHolder, HoldTable
 from tierd.tiers.store.nvme import NvmeStore
@@ -121,6 +122,7 @@ class SimDaemon:
         self.assembly: Assembly
         self.grants: Grants
         self.operator: Operator
+        self.live: LiveSettings
         self.names: dict[asyncio.Future[Any], tuple[int, str]] = {}
         """Session and request of each named call in progress."""
         self._calls: dict[asyncio.Future[Any], asyncio.Task[None]] = {}
@@ -147,6 +149,7 @@ class SimDaemon:
         cache.core.piece_blocks = PIECE_BLOCKS
         _count_flying(cache.parts.mover, self.watch)
         self.operator = Operator(cache)
+        self.live = LiveSettings(self.assembly)
         self.grants = Grants(release=cache.release, abort=cache.abort, check_open=cache.tenant_of)
         for former in self.assembly.former:
             self._take_up(former)

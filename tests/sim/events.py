@@ -23,12 +23,28 @@ from tierd.cache.operator import Operator
 from tierd.core.formats.block import Namespace
 from tierd.errors import TierdError
 from tierd.failpoint import POINTS
+from tierd.live_settings import settings_of
+from tierd.policies.eviction import EVICTION
 from tierd.server.assembly import Assembly
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-OPERATORS = ("evict", "flush", "pin", "unpin", "bump")
+OPERATORS = ("evict", "flush", "pin", "unpin", "bump", "set")
+SETTINGS = {
+    "eviction": sorted(EVICTION),
+    "admission": ("learned", "all", "second-touch", "tinylfu"),
+    "low_watermark": ("0.1", "0.5"),
+    "high_watermark": ("0.7", "0.9"),
+    "headroom": ("0.0", "0.2"),
+    "wear_budget": ("0", "1 GiB"),
+    "hang_limit": ("1 s", "5 s"),
+    "session_share": ("0.3", "0.6"),
+    "batch_blocks": ("1", "16"),
+    "transfer_limit": ("1", "64"),
+    "queue_time": ("0.1 s", "2 s"),
+}
+"""Values that changes of settings draw from, by the last part of the name."""
 LASTING = {*ON_DISK, "disk_slow", "disk_hangs", "memory_short"}
 POINTS_HERE = tuple(
     name for name in POINTS if not name.startswith(("arena.", "cuda.", "session.", "lifecycle.", "instance.", "file."))
@@ -204,6 +220,12 @@ class Happenings:
 
     async def _do_empty(self, operator: Operator, rng: random.Random) -> None:
         await operator.evict([], "host.0")
+
+    async def _do_set(self, operator: Operator, rng: random.Random) -> None:
+        live = self._world.serving().live
+        names = [s.name for s in settings_of(live.config) if s.is_live and s.name.rpartition(".")[2] in SETTINGS]
+        chosen = {name: rng.choice(SETTINGS[name.rpartition(".")[2]]) for name in rng.sample(names, 3)}
+        await live.set(chosen, is_check=False, who={})
 
     async def _do_evict(self, operator: Operator, rng: random.Random) -> None:
         if rng.random() < 0.5:

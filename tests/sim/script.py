@@ -148,7 +148,14 @@ def write(seed: int, *, depth: int = DEPTH) -> Script:
     events = [
         Event(at_s, name, rng.randrange(64), rng.getrandbits(32)) for at_s, name in zip(times, names, strict=True)
     ]
+    events += _settings(random.Random(f"settings {seed}"))
     return Script(seed, machine, tuple(sorted(events, key=lambda event: event.at_s)), frozenset(kinds))
+
+
+def _settings(rng: random.Random) -> list[Event]:
+    """Changes of settings, in half of the seeds."""
+    many = rng.choice((0, 0, 2, 6))
+    return [Event(rng.uniform(0, SECONDS), "set", rng.randrange(64), rng.getrandbits(32)) for _ in range(many)]
 
 
 def _machine(rng: random.Random) -> Machine:

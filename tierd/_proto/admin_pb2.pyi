@@ -856,8 +856,22 @@ class SettingChange(_message.Message):
     after: str
     def __init__(self, name: _Optional[str] = ..., before: _Optional[str] = ..., after: _Optional[str] = ...) -> None: ...
 
+class LiveSetting(_message.Message):
+    __slots__ = ("name", "value", "default_value", "allowed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_VALUE_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    default_value: str
+    allowed: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., default_value: _Optional[str] = ..., allowed: _Optional[str] = ...) -> None: ...
+
 class SetReply(_message.Message):
-    __slots__ = ("changes",)
+    __slots__ = ("changes", "settings")
     CHANGES_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     changes: _containers.RepeatedCompositeFieldContainer[SettingChange]
-    def __init__(self, changes: _Optional[_Iterable[_Union[SettingChange, _Mapping]]] = ...) -> None: ...
+    settings: _containers.RepeatedCompositeFieldContainer[LiveSetting]
+    def __init__(self, changes: _Optional[_Iterable[_Union[SettingChange, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[LiveSetting, _Mapping]]] = ...) -> None: ...

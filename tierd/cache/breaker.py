@@ -59,6 +59,11 @@ class Breaker:
         self._pause_s = tolerance.pause_s
         self._since = 0.0  # when the state began
 
+    def tolerate(self, tolerance: Tolerance) -> None:
+        """Sets the tolerance. State, errors and a pause that has begun stay."""
+        self._tolerance = tolerance
+        self._faults = deque(self._faults, maxlen=max(1, tolerance.faults))
+
     def look(self, health: Health, now: float, *, corrupt: int = 0) -> bool:
         """Takes in the tier's health and its count of corrupt blocks. True if the state changed."""
         before = (self.state, self.reads)

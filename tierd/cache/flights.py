@@ -52,12 +52,12 @@ class Flights:
         self._core, self._tiers, self._mover = parts.core, parts.tiers, parts.mover
         self._clock, self._events, self._metrics = parts.clock, parts.events, parts.metrics
         self._layers_of, self._directories = parts.registry.layers_of, directories
-        self._batch_blocks = parts.limits.batch_blocks
+        self._limits = parts.limits
         # Without admission in a replay, results do not depend on the disk's speed.
         stored = [] if parts.clock.is_replay else [t.position for t in parts.tiers if is_stored(t)]
         self.read_queues = ReadQueues(stored, now=_loop_time, limits=parts.limits)
         self.prefetches = Ledger(parts.metrics, now=parts.clock.now, next_id=parts.core.next_id)
-        self.turns = Turns(parts.limits.prefetch_batches)
+        self.turns = Turns(lambda: parts.limits.prefetch_batches)
         self._flying: dict[int, asyncio.Task[Outcome]] = {}
         self._preparing: dict[int, asyncio.Task[None]] = {}
         self.corrupt: Counter[int] = Counter()
@@ -181,7 +181,7 @@ class Flights:
             alike.setdefault(key, []).append(row)
         for rows in alike.values():
             largest = int(transfers["source"]["length"][rows].max())
-            step = max(1, min(self._batch_blocks, BATCH_BYTES // max(1, largest)))
+            step = max(1, min(self._limits.batch_blocks, BATCH_BYTES // max(1, largest)))
             if transfers["by_layer"][rows[0]]:
                 step = max(1, BY_LAYER_BYTES // largest)  # the first layers of all blocks come first
             for i in range(0, len(rows), step):

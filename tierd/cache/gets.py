@@ -76,7 +76,7 @@ class Gets(Sessions):
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         count_looked_up(self.metrics, groups=groups, found=found)
-        will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.prefetch_on_lookup)
+        will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.limits.prefetch_on_lookup)
         if not will_load or self.clock.is_replay or not found.tokens or is_near(self.tiers, groups, found):
             return found
         return replace(found, prefetch=self.prefetch(session, groups, TierKind.HOST, FROM_LOOKUP).id)

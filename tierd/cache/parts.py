@@ -31,7 +31,6 @@ class Parts:
     metrics: Metrics
     events: EventLog
     verify: str
-    prefetch_on_lookup: bool
     limits: Limits
     store_codecs: StoreCodecs
     sync_interval_s: float = 1.0

@@ -226,9 +226,9 @@ Link = tuple[int, int]
 
 
 class Turns:
-    """See the module. limit: batches of prefetches at one time on each link."""
+    """See the module. limit: returns the batches of prefetches at one time on each link."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
         self._active: Counter[Link] = Counter()
         self._waiting: defaultdict[Link, deque[_Waiting]] = defaultdict(deque)
@@ -281,7 +281,7 @@ class Turns:
             return _Turn.AHEAD
         if self._dropped.issuperset(ids):
             return _Turn.DROPPED
-        if self._active[link] < self._limit:
+        if self._active[link] < self._limit():
             self._active[link] += 1
             return _Turn.COUNTED
         waiting = _Waiting(ids, asyncio.get_running_loop().create_future())
@@ -303,7 +303,7 @@ class Turns:
     def _give_back(self, link: Link) -> None:
         self._active[link] -= 1
         line = self._waiting[link]
-        while line and self._active[link] < self._limit:
+        while line and self._active[link] < self._limit():
             waiting = line.popleft()
             if not waiting.turn.done():
                 self._active[link] += 1

@@ -29,12 +29,14 @@ RETRY_S = (0.05, 2.0)
 """The shortest and the longest retry hint."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Limits:
-    """batch_blocks: in one batch. queue_time_s, queue_blocks: limits of one stored tier's queue.
+    """Operators may change them at any time; whoever holds them reads them anew.
 
+    batch_blocks: in one batch. queue_time_s, queue_blocks: limits of one stored tier's queue.
     prefetch_share: of a link's batches and of a tier's bytes, for prefetches.
     link_batches: of a link at one time.
+    prefetch_on_lookup: whether a lookup without an intent prefetches.
     """
 
     batch_blocks: int
@@ -42,6 +44,7 @@ class Limits:
     queue_blocks: int = 16384
     prefetch_share: float = 0.5
     link_batches: int = 8
+    prefetch_on_lookup: bool = True
 
     @property
     def prefetch_batches(self) -> int:
@@ -94,8 +97,7 @@ class ReadQueues:
     def __init__(self, tiers: Collection[int], *, now: Callable[[], float], limits: Limits) -> None:
         self._queues = {tier: Queue() for tier in tiers}
         self._now = now
-        self._queue_time_s = limits.queue_time_s
-        self._queue_blocks = limits.queue_blocks
+        self._limits = limits
         self._under_way: dict[int, Reading] = {}  # by the id of a batch's first transfer
 
     def begin(self, batch: StructArray, *, session: int) -> None:
@@ -151,8 +153,8 @@ class ReadQueues:
         least, most = RETRY_S
         return Overloaded(
             f"acquire: {self.queued()} blocks are queued for reads, a wait of {wait_s:.2g} s; mover.queue_time is "
-            f"{self._queue_time_s:g} s; try again later, or compute the blocks",
-            retry_after_s=min(most, max(least, wait_s - self._queue_time_s * SHARE)),
+            f"{self._limits.queue_time_s:g} s; try again later, or compute the blocks",
+            retry_after_s=min(most, max(least, wait_s - self._limits.queue_time_s * SHARE)),
         )
 
     def queued(self) -> int:
@@ -162,9 +164,9 @@ class ReadQueues:
     def _is_full(self, queue: Queue, session: int, *, timeout_s: float, is_demand: bool) -> bool:
         share = 1.0 if is_demand else SHARE
         own_s = queue.seconds(queue.of_session[session])
-        longest_s = min(self._queue_time_s * share, timeout_s / 2)
+        longest_s = min(self._limits.queue_time_s * share, timeout_s / 2)
         return (
-            queue.blocks >= self._queue_blocks * share
+            queue.blocks >= self._limits.queue_blocks * share
             or queue.wait_s(self._now(), is_demand=is_demand) > longest_s
-            or own_s > self._queue_time_s * SHARE
+            or own_s > self._limits.queue_time_s * SHARE
         )

@@ -149,7 +149,6 @@ class Scrub:
     def __init__(self, cache: Cache, *, period_s: float, bandwidth: int) -> None:
         self._cache, self._core = cache, cache.core
         self.period_s, self.bandwidth = period_s, bandwidth
-        self._longest_s = min(LONGEST_PAUSE_S, period_s * (1 - MARGIN))
         self.current: Pass | None = None
         """The pass in the background."""
         self.last: Pass | None = None
@@ -161,6 +160,20 @@ class Scrub:
         """Starts the background, unless period_s is 0 or the clock is a replay clock."""
         if self.period_s and not self._cache.clock.is_replay:
             self._task = asyncio.create_task(self._run_for_ever())
+
+    def set_pace(self, *, period_s: float, bandwidth: int) -> None:
+        """Sets both while it runs. Another period begins a new pass; 0 ends the one under way."""
+        is_new = period_s != self.period_s
+        self.period_s, self.bandwidth, self._has_warned = period_s, bandwidth, False
+        if is_new and self._task is not None:
+            self._task.cancel()
+            self._task = self.current = None
+        if is_new and not self._is_ended:
+            self.start()
+
+    @property
+    def _longest_s(self) -> float:
+        return min(LONGEST_PAUSE_S, self.period_s * (1 - MARGIN))
 
     async def stop(self) -> None:
         """Ends every pass. A batch on a hanging disk is abandoned."""

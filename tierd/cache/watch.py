@@ -44,8 +44,9 @@ class Watch:
             tier.heed(self._stirred.set)
 
     def tolerate(self, tolerances: Mapping[int, Tolerance]) -> None:
-        """Sets the tolerances of watched tiers by position. Call it before `start`."""
-        self.breakers.update((at, Breaker(tolerances[at])) for at in self._watched if at in tolerances)
+        """Sets the tolerances of watched tiers by position."""
+        for at in self._watched.keys() & tolerances.keys():
+            self.breakers[at].tolerate(tolerances[at])
 
     def withhold(self, position: int, why: Callable[[], str]) -> None:
         """Takes a tier out of service, whatever its breaker says. why: called for the reason."""

@@ -8,7 +8,6 @@ that `--help` is quick.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import click
 
 from tierd.cli.help import Listing, example
 from tierd.errors import ConfigError
-from tierd.units import format_bytes, parse_bytes
+from tierd.units import parse_bytes
 
 if TYPE_CHECKING:
     from tierd.config import Config
@@ -161,7 +160,7 @@ def show(file: Path | None, *, memory: int | None, disks: Sequence[Disk]) -> Non
 
 def toml_lines(config: Config) -> Iterator[str]:
     """The settings as TOML. A daemon reads the same settings from it."""
-    from tierd.settings import SECTIONS, TIER_SECTIONS  # noqa: PLC0415  # pydantic
+    from tierd.settings import SECTIONS, TIER_SECTIONS, toml_value  # noqa: PLC0415  # pydantic
 
     empty = [name for name in TIER_SECTIONS if not getattr(config, name)]
     yield from (f"{name} = []" for name in empty)
@@ -172,13 +171,3 @@ def toml_lines(config: Config) -> Iterator[str]:
             yield f"[[{name}]]" if name in TIER_SECTIONS else f"[{name}]"
             for key, field in type(table).__pydantic_fields__.items():
                 yield f"{key} = {toml_value(getattr(table, key), unit=field.json_schema_extra['unit'])}"
-
-
-def toml_value(value: object, *, unit: str) -> str:
-    """One value in TOML. Sizes have units."""
-    if isinstance(value, dict):
-        pairs = (f"{json.dumps(str(key))} = {toml_value(item, unit='')}" for key, item in value.items())
-        return "{ " + ", ".join(pairs) + " }" if value else "{}"
-    if isinstance(value, int) and not isinstance(value, bool) and unit.startswith("bytes"):
-        return json.dumps(format_bytes(value) + ("/s" if unit == "bytes per second" else ""))
-    return json.dumps(value, ensure_ascii=False)

@@ -33,6 +33,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "evict": ("act", "Evicts blocks from one tier or from all; pinned blocks stay."),
         "flush": ("act", "Writes all blocks not yet on NVMe to disk and syncs them; evicts none."),
         "drain": ("act", "Drains the daemon: it takes no new work until --undo or a restart; leases may finish."),
+        "set": ("setting", "Changes settings of the running daemon, or lists those that can change."),
         "epoch": ("act", "Makes blocks of old weights unreachable."),
     },
     "Verify": {

@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -44,7 +45,7 @@ def cli() -> None:
 @sized
 @click.option("--release-on-exit", is_flag=True, help="Free the host memory on exit; the next start is then cold.")
 def serve(config: Path | None, *, release_on_exit: bool, memory: int | None, disks: Sequence[Disk]) -> None:
-    """Runs the daemon in the foreground until SIGTERM or SIGINT.
+    """Runs the daemon in the foreground until SIGTERM or SIGINT. SIGHUP reads the file again.
 
     The daemon reserves its memory and its disk space when it starts. Without --memory, --disk and a
     file it reserves 512 MiB of memory and 4 GiB of disk.
@@ -65,9 +66,10 @@ def run_daemon(config: Path | None, *, release: bool, memory: int | None = None,
 
     gc.freeze()
     gc.enable()
-    settings = settings_of(config, memory=memory, disks=disks)
+    read = partial(settings_of, config, memory=memory, disks=disks)
+    settings = read()
     logs.configure(style=settings.server.log_format, level=settings.server.log_level)
-    return asyncio.run(lifecycle.serve(settings, release=release))
+    return asyncio.run(lifecycle.serve(settings, release=release, reread=read))
 
 
 @cli.command(epilog=example("tierd purge --config /etc/tierd/tierd.toml"))

@@ -16,6 +16,7 @@ import numpy as np
 from tierd.core.arrays.sets import true_rows
 from tierd.core.formats.model import DAEMON, NOBODY, SEALED, PageState, Reason
 from tierd.core.index.blocks import Names
+from tierd.core.index.handover import Handover
 from tierd.core.index.index import Index
 from tierd.core.index.inflight_transfers import InflightTransfers
 from tierd.core.index.pages import Pages
@@ -211,6 +212,9 @@ class Audit:
         assert len(index.policies[t]) == np.count_nonzero(tracked), (
             f"{tier.spec.name}: the policy tracks another number of blocks"
         )
+        if isinstance(change := index.policies[t], Handover):
+            given = np.flatnonzero(change.given)
+            assert len(change.new) == len(given) and tracked[given].all(), f"{tier.spec.name}: the new policy's blocks"
         pins = np.zeros(len(table), np.int64)
         pins[table >= 0] = tier.pins[table[table >= 0]]
         free = tracked & (pins == 0) & ~index.blocks.pinned[:top]

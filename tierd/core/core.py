@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierd.core.admission import Balance
 from tierd.core.audit import Audit
 from tierd.core.formats.model import (
     DAEMON,
@@ -75,6 +74,7 @@ from tierd.core.requests.reserved_pages import ReservedPages
 from tierd.core.space.demotion import Demotion
 from tierd.core.space.planner import Planner
 from tierd.core.space.room import Room
+from tierd.core.tuning import Tuning
 from tierd.core.upkeep import Upkeep
 from tierd.errors import InvalidArgument
 
@@ -114,6 +114,8 @@ class Core:
         self._commits = Commits(self._index, self._sessions, self._gets, reserved_pages, dead=self._puts.dead)
         self._upkeep = Upkeep(self._planner, self._sessions, self._gets, self._puts)
         self._listing = Listing(self._index, self._sessions, self._planner.inflight)
+        self.tuning = Tuning(self._index, self._sessions, policies)
+        """Changes of specs, policies and shares while it runs."""
 
     # -- sessions
 
@@ -458,14 +460,6 @@ class Core:
     def quarantined(self, tier: int) -> StructArray:
         """QUARANTINED [n], the oldest first."""
         return self._listing.quarantined(tier)
-
-    def wear_balance(self, tier: int, now: float) -> Balance:
-        """State of an nvme tier's wear budget."""
-        return self._index.admissions[tier].balance(now)
-
-    def resume_wear(self, tier: int, *, level_bytes: float, now: float) -> None:
-        """Sets an nvme tier's wear budget to its level in the previous run, before any write."""
-        self._index.admissions[tier].resume(level_bytes, now)
 
     def stats(self) -> CoreStats:
         """Counts over everything."""

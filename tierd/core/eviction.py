@@ -68,6 +68,11 @@ class Heeding(Protocol):
         ...
 
 
+def heeding(policies: Sequence[Eviction]) -> list[tuple[int, Heeding]]:
+    """Those that use priorities, each with its tier."""
+    return [(tier, policy) for tier, policy in enumerate(policies) if isinstance(policy, Heeding)]
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
     """A request for a sequence's blocks, including those that are not held.

@@ -45,6 +45,13 @@ class NamedPolicies:
         """The Traffic, if a policy uses it."""
         return self.traffic
 
+    def retire(self, policy: Eviction | Admission) -> None:
+        """Takes a policy's observers out of the Traffic."""
+        if isinstance(policy, Duel):
+            policy.end()
+        elif isinstance(policy, Learned) and self.traffic and policy.price in self.traffic.thresholds:
+            self.traffic.thresholds.remove(policy.price)
+
     def _shared(self, blocks: Blocks) -> Traffic:
         if self.traffic is None:
             self.traffic = Traffic(blocks, self._learner)

@@ -33,7 +33,7 @@ from tierd.clock import Clock, MonotonicClock, ReplayClock
 from tierd.codecs.block import Codec
 from tierd.codecs.named import codec_named
 from tierd.codecs.values import KVShape
-from tierd.config import Config, DeviceConfig, HostConfig, NvmeConfig
+from tierd.config import Config, DeviceConfig, HostConfig, MoverConfig, NvmeConfig, ServerConfig
 from tierd.core.core import Core
 from tierd.core.formats.block import KVGeometry, Namespace
 from tierd.core.formats.model import FREED, Reason, TierKind, TierSpec
@@ -258,8 +258,8 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     for adoption in adoptions:
         adoption.begin(now=clock.now())
     metrics = Metrics()
-    link_limit = max(1, config.mover.transfer_limit // config.mover.batch_blocks)
-    mover = Mover(tiers, hash_threads=config.mover.hash_threads, link_limit=link_limit, store_codecs=store_codecs)
+    limits, threads = limits_of(config.mover), config.mover.hash_threads
+    mover = Mover(tiers, hash_threads=threads, link_limit=limits.link_batches, store_codecs=store_codecs)
     cache = Cache(
         Parts(
             core=core,
@@ -271,14 +271,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             metrics=metrics,
             events=EventLog(limit=config.server.watch_queue_events, first=1000 * opened.clock.wall_ms()),
             verify=config.host[0].verify if config.host else "first_hit",
-            prefetch_on_lookup=config.mover.prefetch_on_lookup,
-            limits=Limits(
-                batch_blocks=config.mover.batch_blocks,
-                queue_time_s=config.mover.queue_time,
-                queue_blocks=config.mover.queue_blocks,
-                prefetch_share=config.mover.prefetch_share,
-                link_batches=link_limit,
-            ),
+            limits=limits,
             store_codecs=store_codecs,
             seed=opened.draw(64),
         )
@@ -286,7 +279,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     for each in opened.former:  # all, before any of them ends: a segment may hold only their pages
         cache.restore_session(each)
     stores = [tier for tier in tiers if tier.spec.kind is TierKind.NVME]
-    cache.health.tolerate({tier.position: _tolerance(config.nvme[tier.spec.index]) for tier in stores})
+    cache.health.tolerate({tier.position: tolerance_of(config.nvme[tier.spec.index]) for tier in stores})
     cache.health.tolerate({tier.position: GPU_TOLERANCE for tier in tiers if is_device(tier)})
     for adoption, found in zip(adoptions, recovered, strict=True):
         if found.more_at_most:
@@ -359,7 +352,25 @@ def _restore_names(registry: NamespaceRegistry, records: Sequence[bytes], *, tie
         registry.restore([record])
 
 
-def _tolerance(table: NvmeConfig) -> Tolerance:
+def limits_of(mover: MoverConfig) -> Limits:
+    """The limits of transfers and of reads."""
+    return Limits(
+        batch_blocks=mover.batch_blocks,
+        queue_time_s=mover.queue_time,
+        queue_blocks=mover.queue_blocks,
+        prefetch_share=mover.prefetch_share,
+        link_batches=max(1, mover.transfer_limit // mover.batch_blocks),
+        prefetch_on_lookup=mover.prefetch_on_lookup,
+    )
+
+
+def patience_of(table: NvmeConfig, server: ServerConfig) -> Patience:
+    """How long a store's calls and its end may take."""
+    return Patience(table.hang_limit, close_s=server.shutdown_deadline)
+
+
+def tolerance_of(table: NvmeConfig) -> Tolerance:
+    """When a store leaves service, and for how long."""
     return Tolerance(
         faults=table.fault_limit,
         window_s=table.fault_window,
@@ -373,7 +384,7 @@ def build_tiers(config: Config, *, instance: str) -> list[Tier]:
     """The tiers in order: devices, hosts, stores. Raises ConfigError for an unknown eviction
     policy."""
     base = _arena_base(config)
-    return list(_build(specs_of(config), instance=instance, base=base, deadline_s=config.server.shutdown_deadline))
+    return list(_build(specs_of(config), instance=instance, base=base, server=config.server))
 
 
 def specs_of(config: Config) -> list[tuple[TierSpec, TierTable]]:
@@ -404,14 +415,16 @@ def _arena_base(config: Config) -> str:
     return next((str(Path(host.arena_dir)) for host in config.host if host.arena_dir), "")
 
 
-def _build(specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str, deadline_s: float) -> Iterator[Tier]:
+def _build(
+    specs: list[tuple[TierSpec, TierTable]], *, instance: str, base: str, server: ServerConfig
+) -> Iterator[Tier]:
     for position, (spec, table) in enumerate(specs):
         if isinstance(table, NvmeConfig):
             store = NvmeStore(
                 spec, position=position, path=Path(table.path), direct=table.direct, queue_depth=table.queue_depth
             )
             store.zero_ahead = table.zero_ahead and table.level > 0 and not spec.wear_bytes_per_s
-            store.patience = Patience(table.hang_limit, close_s=deadline_s)
+            store.patience = patience_of(table, server)
             yield store
         elif isinstance(table, DeviceConfig) and table.kind == "cuda":
             if table.direct_reads == "kvikio" and find_spec("kvikio") is None:

@@ -16,8 +16,8 @@ import platform
 import resource
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -66,9 +66,19 @@ def allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def serve(config: Config, *, release: bool = False) -> int:
-    """Runs a daemon until SIGTERM or SIGINT. Returns the exit status. release: free the arena at
-    the end.
+class Signals(NamedTuple):
+    """stop: SIGTERM or SIGINT came. reload: SIGHUP came. begun: there is something to settle."""
+
+    stop: asyncio.Event
+    reload: asyncio.Event
+    begun: asyncio.Event
+
+
+async def serve(config: Config, *, release: bool = False, reread: Callable[[], Config] | None = None) -> int:
+    """Runs a daemon until SIGTERM or SIGINT. Returns the exit status.
+
+    release: free the arena at the end. reread: reads the settings again, for SIGHUP; it may raise
+    ConfigError.
 
     Raises AlreadyOwned, ConfigError, Unsupported, VersionMismatch, TierFailed before it serves.
     """
@@ -81,17 +91,17 @@ async def serve(config: Config, *, release: bool = False) -> int:
     # Without this, processes of the same user could open our descriptors through /proc, for
     # writing too.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    stop, begun = asyncio.Event(), asyncio.Event()
-    _heed_signals(stop, begun)
+    signals = Signals(asyncio.Event(), asyncio.Event(), asyncio.Event())
+    _heed(signals)
     faulthandler.enable()  # a file truncated under its mapping ends the process; this logs it
     with fault_socket():
-        await _run(config, stop, begun, release=release)
+        await _run(config, signals, release=release, reread=reread or (lambda: config))
     return 0
 
 
-async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, release: bool) -> None:
+async def _run(config: Config, signals: Signals, *, release: bool, reread: Callable[[], Config]) -> None:
     async with assemble(config) as daemon:
-        begun.set()
+        signals.begun.set()
         daemon.must_release = release or any(host.release_on_exit for host in config.host)
         async with (
             Listeners(daemon) as listeners,
@@ -106,12 +116,13 @@ async def _run(config: Config, stop: asyncio.Event, begun: asyncio.Event, *, rel
             daemon.scrub.start()
             _say_what_was_chosen(daemon)
             await listeners.open()
-            if await _load(daemon, stop):
-                failpoint("lifecycle.before_ready")
-                daemon.state = "serving"
-                _say_that_it_serves(daemon)
-                systemd.ready()
-                await stop.wait()
+            async with listeners.live.reloading(signals.reload, reread):
+                if await _load(daemon, signals.stop):
+                    failpoint("lifecycle.before_ready")
+                    daemon.state = "serving"
+                    _say_that_it_serves(daemon)
+                    systemd.ready()
+                    await signals.stop.wait()
             systemd.stopping()
             Deadman(2 * config.server.shutdown_deadline + SLACK_S)
             failpoint("lifecycle.before_settle")
@@ -139,17 +150,19 @@ async def _load(daemon: Assembly, stop: asyncio.Event) -> bool:
     return False
 
 
-def _heed_signals(stop: asyncio.Event, begun: asyncio.Event) -> None:
-    """SIGTERM and SIGINT set stop. Before `begun` there is nothing to settle, so they end the
-    process at once."""
+def _heed(signals: Signals) -> None:
+    """Sets the events when signals come. Before `begun` there is nothing to settle, so SIGTERM and
+    SIGINT end the process at once."""
 
     def heed() -> None:
-        if not begun.is_set():
+        if not signals.begun.is_set():
             end_now("stopped before it served", status=0)
-        stop.set()
+        signals.stop.set()
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, heed)
+        loop.add_signal_handler(number, heed)
+    loop.add_signal_handler(signal.SIGHUP, signals.reload.set)
 
 
 async def _settle(daemon: Assembly, listeners: Listeners) -> None:

@@ -20,7 +20,7 @@ import structlog
 
 import tierd
 from tierd import metrics, places
-from tierd.config import split_address
+from tierd.config import ServerConfig, split_address
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.router_view import Names
 from tierd.server.assembly import Assembly
@@ -33,6 +33,7 @@ from tierd.server.grpc.unauthenticated import Unauthenticated
 from tierd.server.local_rpc.calls import LINES, LocalRpcServer
 from tierd.server.operators.gauges import Gauges
 from tierd.server.operators.learned import Learned
+from tierd.server.operators.live import LiveSettings
 from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.wear import Wear
 from tierd.server.session.hit_reports import HitReports
@@ -91,7 +92,8 @@ class Listeners:
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self._notice_polling = NoticePolling(self.sessions.read_notices)
         cache.process_notices = self._process_notices
-        guard = self._build_guard()
+        self._guard = guard = self._build_guard()
+        self.live = LiveSettings(daemon, self._apply_settings)
         self._lines = LocalRpcServer(self._service, guard=guard, answered=self._notice_polling.answered)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(
@@ -224,8 +226,16 @@ class Listeners:
             scrub=daemon.scrub,
             wear=self.wear,
             recorder=self._recorder,
+            live=self.live,
         )
         return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=daemon.config.server)
+
+    def _apply_settings(self, server: ServerConfig) -> None:
+        """Takes over settings that changed; sessions learn of other credits when they connect."""
+        self._credits.set_limits(queue_limit=server.queue_limit, session_credits=server.session_credits)
+        self._socket.greeting = {**self._socket.greeting, "credits": self._credits.share}
+        self.sessions.limit = server.session_limit
+        self._guard.call_timeout_s = server.call_timeout
 
     def _open_remote(self) -> str:
         """Opens the session for TCP. Returns the credential that its callers need."""

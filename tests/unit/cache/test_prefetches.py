@@ -355,7 +355,7 @@ async def test_demand_takes_the_pages_that_prefetches_keep(verb: str) -> None:
 
 async def test_prefetches_take_a_share_of_a_link() -> None:
     """So many batches of prefetches are active at one time, in order; a cancelled waiter keeps no place."""
-    turns, active, most = Turns(2), [0], [0]
+    turns, active, most = Turns(lambda: 2), [0], [0]
     done = asyncio.Event()
 
     async def fly(number: int) -> None:
@@ -384,7 +384,7 @@ async def test_prefetches_take_a_share_of_a_link() -> None:
 
 async def test_a_turn_is_passed_on_by_a_waiter_that_ends() -> None:
     """A flight that is cancelled in the moment of its turn leaves the turn to the next one."""
-    turns, first, second = Turns(1), batch_of(1), batch_of(2)
+    turns, first, second = Turns(lambda: 1), batch_of(1), batch_of(2)
     turns.expect(first)
     turns.expect(second)
     async with AsyncExitStack() as stack:
@@ -400,7 +400,7 @@ async def test_a_turn_is_passed_on_by_a_waiter_that_ends() -> None:
 
 async def test_what_a_get_waits_for_goes_ahead() -> None:
     """A batch that a get wants passes the limit at once and is demand, also if it is cancelled then."""
-    turns, batches = Turns(1), [batch_of(number) for number in (1, 2, 3)]
+    turns, batches = Turns(lambda: 1), [batch_of(number) for number in (1, 2, 3)]
     for batch in batches:
         turns.expect(batch)
     async with AsyncExitStack() as stack:

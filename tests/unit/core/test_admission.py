@@ -183,5 +183,5 @@ def test_uses_are_heard_wherever_blocks_lie() -> None:
 
 
 def test_the_budget_is_asked_through_the_core() -> None:
-    """`wear_balance` returns the admission's balance."""
-    assert asked().core.wear_balance(1, 5.0) == (1.0, 2.0, 3.0)
+    """`tuning.wear_balance` returns the admission's balance."""
+    assert asked().core.tuning.wear_balance(1, 5.0) == (1.0, 2.0, 3.0)

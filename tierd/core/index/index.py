@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from tierd.core.admission import Verdict
 from tierd.core.arrays.sets import distinct, every, some, span, tally, true_rows
-from tierd.core.eviction import Heeding
+from tierd.core.eviction import heeding
 from tierd.core.formats.model import (
     CODED,
     FREED,
@@ -62,7 +62,7 @@ class Index:
         most = sum(spec.capacity_bytes for spec in tiers) // PAGE_ALIGN_BYTES
         self.blocks = Blocks(seed=start.seed, most=most, unix_s=start.unix_s)
         self.policies = [policies.eviction(spec, self.blocks) for spec in tiers]
-        self._heeding = [(tier, policy) for tier, policy in enumerate(self.policies) if isinstance(policy, Heeding)]
+        self.heeding = heeding(self.policies)
         stores = [tier.position for tier in self.tiers if tier.spec.kind is TierKind.NVME]
         self.admissions = {store: policies.admission(tiers[store], self.blocks) for store in stores}
         self.listener = policies.listener(self.blocks)
@@ -90,11 +90,9 @@ class Index:
         """Tiers in service, near to far: those wanted, or all. Read-only for the caller."""
         found = self._in_service.get(wanted)
         if found is None:
-            found = self._in_service[wanted] = [
-                t.position
-                for t in self.tiers
-                if t.serving and (not wanted or t.spec.kind in wanted or t.spec in wanted)
-            ]
+            names = [each.name if isinstance(each, TierSpec) else each for each in wanted]  # a spec may be of yesterday
+            here = (t for t in self.tiers if not wanted or t.spec.kind in names or t.spec.name in names)
+            found = self._in_service[wanted] = [t.position for t in here if t.serving]
         return found
 
     def farther(self, tier: int) -> list[int]:
@@ -355,13 +353,13 @@ class Index:
     def say_before(self, blocks: Ids, now: float) -> None:
         """Raises the ancestors of blocks with a new priority, and tells policies that use it."""
         lifted = raise_before(self.blocks, blocks, self.blocks.unix_s + now)
-        for tier, policy in self._heeding if len(blocks) else ():
+        for tier, policy in self.heeding if len(blocks) else ():
             for those in (blocks, lifted):
                 policy.said(those[self._tracked(tier, those)], now)
 
     def pass_time(self, now: float) -> None:
         """Sets the time. Called before room is made."""
-        for _, policy in self._heeding:
+        for _, policy in self.heeding:
             policy.pass_time(now)
         for pages in self.tiers:
             pages.now = now

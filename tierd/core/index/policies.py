@@ -25,5 +25,9 @@ class Policies(Protocol):
         ...
 
     def listener(self, blocks: Blocks) -> Listener | None:
-        """Learns of requests before the policies, if any uses it; called once, last."""
+        """Learns of requests before the policies, if any uses it; called after the policies were made."""
+        ...
+
+    def retire(self, policy: Eviction | Admission) -> None:
+        """The core uses this policy no longer."""
         ...

@@ -162,13 +162,18 @@ class Holders:
         if not 0 < first_id <= ID_LIMIT:
             raise InvalidArgument(f"start.id: {first_id} is outside 1 to {ID_LIMIT}; begin lower")
         self._tiers = tiers
-        self.limits = [int(share * tier.spec.capacity_bytes) for tier in tiers]
+        self.set_share(share)
         self.domains: dict[int, int] = {}
         self.open: dict[int, Holder] = {}
         self.leases: dict[int, Lease] = {}
         self.commits: dict[int, Commit] = {}
         self.ahead_bytes = 0
         self._next = first_id
+
+    def set_share(self, share: float) -> None:
+        """Sets the share of each tier that one session may pin and reserve."""
+        self._share = share
+        self.limits = [int(share * tier.spec.capacity_bytes) for tier in self._tiers]
 
     def next_id(self) -> int:
         """A new id for a lease, a reservation or a commit; never used twice (see ID_LIMIT)."""

@@ -37,7 +37,7 @@ class Duel:
 
     def __init__(self, blocks: Blocks, traffic: Traffic, kind: TierKind = TierKind.HOST) -> None:
         """traffic: as of `ReuseIndex`. kind: of the tier."""
-        self._blocks, self._kind = blocks, kind
+        self._blocks, self._kind, self._traffic = blocks, kind, traffic
         self._lru, self._worth = Lru(blocks), ReuseIndex(blocks, traffic, is_above=kind is TierKind.HOST)
         self._kept, self._shadows = Queues(), Shadows(traffic)
         self._recent = np.zeros(0, np.int32)  # blocks by the stamp of their use, from `_base` on
@@ -74,6 +74,11 @@ class Duel:
             waiting = itertools.chain(self._kept.walk(0), [self._used(self._ripe, self._lru.next_stamp)[0]])
             found = np.concatenate((found, some_free(waiting, missing, pinned)))
         return found if len(found) == count else None
+
+    def end(self) -> None:
+        """Observes no more requests."""
+        self._traffic.rivals.remove(self._asked)
+        self._worth.end()
 
     def _leave(self, blocks: Ids) -> None:
         """Removes the blocks from the order by worth, or from those that wait."""

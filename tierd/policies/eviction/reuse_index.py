@@ -100,6 +100,11 @@ class ReuseIndex:
         """Which of the blocks are tracked."""
         return self._runs.are_in(blocks)
 
+    def end(self) -> None:
+        """Observes stores no more."""
+        if self._is_above:
+            self._traffic.above.remove(self._move)
+
     # -- inside
 
     def _join(self, blocks: Ids, now: float) -> None:

@@ -24,8 +24,10 @@ from tierd.core.admission import Verdict
 from tierd.core.formats.model import PRIORITY_DEFAULT, RETENTION_LIMIT_S, PageState, StructArray
 from tierd.core.index.namespaces import namespace_record
 from tierd.core.plan import TierStats
-from tierd.errors import InvalidArgument
+from tierd.errors import ConfigError, InvalidArgument
+from tierd.live_settings import settings_of
 from tierd.server.grpc.caller import CALLER
+from tierd.server.operators.live import LiveSettings
 from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.scrubbing import Scrubbing
 from tierd.server.operators.wear import Wear
@@ -71,6 +73,7 @@ class About:
     scrub: Scrub
     wear: Wear
     recorder: Recorder
+    live: LiveSettings
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -216,6 +219,23 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Wear(self, request: pb.WearRequest, context: Any) -> pb.WearReply:
         return await self._about.wear.reply()
+
+    async def Set(self, request: pb.SetRequest, context: Any) -> pb.SetReply:
+        live, rows = self._about.live, self._about.sessions()
+        if not request.settings:
+            listed = (setting for setting in settings_of(live.config) if setting.is_live)
+            return pb.SetReply(
+                settings=[
+                    pb.LiveSetting(name=s.name, value=s.text(s.value), default_value=s.default, allowed=s.allowed)
+                    for s in listed
+                ]
+            )
+        who = next({"uid": r.uid, "pid": r.pid, "tenant": r.tenant} for r in rows if r.id == CALLER.get().session)
+        try:
+            changes = await live.set(request.settings, is_check=request.check, who=who)
+        except ConfigError as error:
+            raise InvalidArgument(str(error)) from None
+        return pb.SetReply(changes=[pb.SettingChange(**change._asdict()) for change in changes])
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         priority, retention_s = self._said(row)

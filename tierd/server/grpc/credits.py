@@ -79,16 +79,23 @@ class Credits:
         now: Callable[[], float],
         cut_off: Callable[[int, Overloaded], None],
     ) -> None:
-        self._queue_limit = queue_limit
-        self.slow_limit = max(1, queue_limit - queue_limit // 4)
-        self._half = max(1, queue_limit // 2)
-        self.share = min(session_credits, self._half)
+        self._told = 0  # the most credits that a session was ever told
+        self.set_limits(queue_limit=queue_limit, session_credits=session_credits)
         self._now = now
         self._cut_off = cut_off
         self._running: Counter[int] = Counter()  # by session, without endless ones
         self._slow = 0
         self._endless: Counter[int] = Counter()
         self._excess: dict[int, Excess] = {}
+
+    def set_limits(self, *, queue_limit: int, session_credits: int) -> None:
+        """Sets both limits. Sessions learn of other credits when they connect again: until then a
+        call beyond the new ones is refused, and none is cut off for it."""
+        self._queue_limit = queue_limit
+        self.slow_limit = max(1, queue_limit - queue_limit // 4)
+        self._half = max(1, queue_limit // 2)
+        self.share = min(session_credits, self._half)
+        self._told = max(self._told, self.share)
 
     @property
     def running(self) -> int:
@@ -139,7 +146,7 @@ class Credits:
     def _refusal(self, session: int, why: str, *, is_shared: bool) -> Overloaded:
         """Refuses a call beyond a session's credits, and cuts the session off after too many. A
         shared session is never cut off."""
-        if is_shared:
+        if is_shared or self.share <= self._running[session] < self._told:
             return Overloaded(why, retry_after_s=RETRY_AFTER_S)
         excess, now = self._excess.setdefault(session, Excess(at=self._now())), self._now()
         forgiven = (now - excess.at) * FORGIVEN_PER_S * self.share

@@ -95,7 +95,7 @@ class Gauges:
         cache = self._daemon.cache
         for tier in self._daemon.tiers:
             if tier.spec.wear_bytes_per_s:
-                left = cache.core.wear_balance(tier.position, cache.clock.now()).level_bytes
+                left = cache.core.tuning.wear_balance(tier.position, cache.clock.now()).level_bytes
                 self._daemon.metrics.wear_left.labels(tier=tier.spec.name).set(left)
 
     def _count_declined(self, tier: TierStats) -> None:

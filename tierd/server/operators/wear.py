@@ -95,7 +95,7 @@ class Wear:
         self._others = kept
         for store in self._stores:
             level, now = store.count.level_bytes, self._clock.now()
-            self._core.resume_wear(store.tier.position, level_bytes=level, now=now)
+            self._core.tuning.resume_wear(store.tier.position, level_bytes=level, now=now)
 
     def start(self) -> None:
         """Starts saving the count."""
@@ -119,7 +119,7 @@ class Wear:
     def _row(self, store: _Store, drives: Sequence[Drive], stats: Sequence[TierStats], now_s: float) -> pb.StoreWear:
         position, rate = store.tier.position, store.rate(now_s)
         life = life_of(drives, store.table, written_bytes=store.count.written_bytes, rate_bytes_per_s=rate)
-        balance = self._core.wear_balance(position, self._clock.now())
+        balance = self._core.tuning.wear_balance(position, self._clock.now())
         return pb.StoreWear(
             tier=store.tier.spec.name,
             path=store.tier.place,
@@ -151,7 +151,7 @@ class Wear:
         return now_s
 
     def _balance(self, store: _Store) -> Balance:
-        return self._core.wear_balance(store.tier.position, self._clock.now())
+        return self._core.tuning.wear_balance(store.tier.position, self._clock.now())
 
     async def _keep_for_ever(self) -> None:
         while True:

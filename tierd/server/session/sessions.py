@@ -136,11 +136,11 @@ class SessionCalls:
 
 
 class Sessions:
-    """Every session that has not ended. session_limit: open ones at one time."""
+    """Every session that has not ended. session_limit: open ones at one time; `limit` may change."""
 
     def __init__(self, calls: SessionCalls, *, session_limit: int) -> None:
         self._calls = calls
-        self._limit = session_limit
+        self.limit = session_limit
         self._by_id: dict[int, Session] = {}
         self._connections: dict[int, Connected] = {}
         self._left: dict[tuple[Peer, int], Session] = {}  # by process and domain: the first one stands for all
@@ -165,9 +165,9 @@ class Sessions:
     def check_room(self) -> None:
         """Raises Overloaded if one more session would be too many."""
         is_open = sum(session.state is SessionState.OPEN for session in self._by_id.values())
-        if is_open >= self._limit:
-            raise Overloaded(f"sessions: {self._limit} are open (server.session_limit); close one or raise the limit")
-        if len(self._by_id) >= self._limit * LINGERING_FACTOR:
+        if is_open >= self.limit:
+            raise Overloaded(f"sessions: {self.limit} are open (server.session_limit); close one or raise the limit")
+        if len(self._by_id) >= self.limit * LINGERING_FACTOR:
             raise Overloaded(
                 f"sessions: {len(self._by_id)}, most of them closed by processes that still run; end these or raise"
                 " server.session_limit"

@@ -1,0 +1,155 @@
+"""Changes of settings while the daemon runs: `tierctl set`, and a changed file with SIGHUP.
+
+All or nothing: every setting is checked first, as at a start, and applying cannot fail. One change
+runs at a time. Each is logged: name, before, after, and who. A restart reads the file again, so a
+change of `tierctl set` ends with the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import structlog
+
+from tierd import logs
+from tierd.cache.handover import hand_over
+from tierd.cache.read_queues import Limits
+from tierd.config import Config, NvmeConfig, ServerConfig
+from tierd.errors import ConfigError, TierdError
+from tierd.live_settings import Change, differences, only_live, with_changes
+from tierd.server.assembly import Assembly, codecs_of, limits_of, patience_of, specs_of, tolerance_of
+from tierd.tiers.store.nvme import NvmeStore
+
+log = structlog.get_logger(__name__)
+
+AT_START = ("session_limit", "queue_limit", "session_credits")
+AT_START_FACTOR = 4
+"""gRPC's servers are opened for limits of the start. They have room for so many times as much."""
+
+T = TypeVar("T")
+
+
+class LiveSettings:
+    """One per daemon. apply_server: gives the listeners another ServerConfig."""
+
+    def __init__(self, daemon: Assembly, apply_server: Callable[[ServerConfig], None] = lambda _: None) -> None:
+        self._daemon, self._apply_server = daemon, apply_server
+        self._at_start = daemon.config.server
+        self._lock = asyncio.Lock()
+
+    @property
+    def config(self) -> Config:
+        """The settings now."""
+        return self._daemon.config
+
+    async def set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> list[Change]:
+        """Changes settings, by name and value in TOML. Returns what differs from before.
+
+        is_check: only checks. who: for the log. Raises ConfigError; then nothing has changed.
+        """
+        return await _whole(self._set(texts, is_check=is_check, who=who))
+
+    async def reload(self, wanted: Config) -> list[Change]:
+        """Changes the live settings to those of a whole config, read again. Names the others that
+        differ in a log line. Raises ConfigError."""
+        return await _whole(self._reload(wanted))
+
+    @contextlib.asynccontextmanager
+    async def reloading(self, wanted: asyncio.Event, reread: Callable[[], Config]) -> AsyncIterator[None]:
+        """Reads the settings again whenever the event is set. reread: may raise ConfigError; then,
+        and after a refusal, nothing has changed."""
+
+        async def reload_for_ever() -> None:
+            while True:
+                await wanted.wait()
+                wanted.clear()
+                try:
+                    await self.reload(await asyncio.to_thread(reread))
+                except TierdError as error:
+                    log.warning("configuration not taken over; nothing changed", error=str(error))
+
+        task = asyncio.create_task(reload_for_ever())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def _set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> list[Change]:
+        async with self._lock:
+            return await self._change(with_changes(self.config, texts), is_check=is_check, who=who)
+
+    async def _reload(self, wanted: Config) -> list[Change]:
+        async with self._lock:
+            _, rest = differences(self.config, wanted)
+            changes = await self._change(only_live(self.config, wanted), who={"signal": "SIGHUP"})
+            log.info("configuration read again", changed=len(changes), needs_restart=rest)
+            return changes
+
+    async def _change(self, new: Config, *, who: Mapping[str, Any], is_check: bool = False) -> list[Change]:
+        self._check(new)
+        changes, _ = differences(self.config, new)
+        if not is_check:
+            level = self.config.server.log_level
+            await self._apply(new)
+            for change in changes:
+                log.info("setting changed", **change._asdict(), **who)
+            if new.server.log_level != level:  # last, so that another level does not hide the lines above
+                logs.configure(style=new.server.log_format, level=new.server.log_level)
+        return changes
+
+    def _check(self, new: Config) -> None:
+        """Checks names of policies and codecs, as a start does, and limits of the listeners."""
+        specs_of(new)
+        for name in AT_START:
+            value, most = getattr(new.server, name), AT_START_FACTOR * getattr(self._at_start, name)
+            if value > most:
+                raise ConfigError(
+                    f"server.{name}: {value} is above {most}, {AT_START_FACTOR} times its value at the start; "
+                    "write it into the configuration file and restart"
+                )
+
+    async def _apply(self, new: Config) -> None:
+        daemon, cache = self._daemon, self._daemon.cache
+        daemon.config = new
+        cache.core.tuning.set_session_share(new.server.session_share)
+        self._apply_server(new.server)
+        _copy(limits_of(new.mover), cache.parts.limits)
+        cache.parts.mover.set_link_limit(cache.parts.limits.link_batches)
+        daemon.scrub.set_pace(period_s=new.scrub.period, bandwidth=new.scrub.bandwidth)
+        cache.store_codecs.codecs = codecs_of(new, daemon.tiers)
+        changing = self._apply_specs(new)
+        for tier in daemon.tiers:
+            if isinstance(tier, NvmeStore):
+                self._apply_store(tier, new.nvme[tier.spec.index])
+        cache.background.wake()  # watermarks may be exceeded now
+        for position in changing:
+            await hand_over(cache.core, position, cache.clock.now)
+
+    def _apply_specs(self, new: Config) -> list[int]:
+        """The tiers whose eviction policy changes."""
+        core, now, changing = self._daemon.cache.core, self._daemon.cache.clock.now(), []
+        for tier, (spec, _) in zip(self._daemon.tiers, specs_of(new), strict=True):
+            if core.tuning.set_spec(tier.position, spec, now):
+                changing.append(tier.position)
+            tier.spec = spec
+        return changing
+
+    def _apply_store(self, store: NvmeStore, table: NvmeConfig) -> None:
+        store.patience = patience_of(table, self._daemon.config.server)
+        self._daemon.cache.health.tolerate({store.position: tolerance_of(table)})
+
+
+def _copy(source: Limits, target: Limits) -> None:
+    for field in fields(Limits):
+        setattr(target, field.name, getattr(source, field.name))
+
+
+async def _whole(change: Coroutine[Any, Any, T]) -> T:
+    """Runs a change to its end, also if its caller is cancelled."""
+    task = asyncio.ensure_future(change)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have gone
+    return await asyncio.shield(task)
