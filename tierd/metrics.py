@@ -43,6 +43,13 @@ METRICS: Mapping[str, Row] = {
     "tierd_tokens_hit_total": Row(
         "counter", "tokens", "Tokens served by leases, by the nearest tier that held them.", ("tier",)
     ),
+    "tierd_tier_tokens_missed_total": Row(
+        "counter",
+        "tokens",
+        "Tokens looked for in a tier and not served from it. Tiers are asked near to far, each for what the nearer ones "
+        "missed. With tierd_tokens_hit_total it gives the tier's hit rate.",
+        ("tier",),
+    ),
     "tierd_tokens_missed_total": Row(
         "counter",
         "tokens",
@@ -133,6 +140,7 @@ class Metrics:
         self.lookups = self._counter("tierd_lookups_total")
         self.gets_one_sided = self._counter("tierd_gets_one_sided_total")
         self.tokens_hit = self._counter("tierd_tokens_hit_total")
+        self.tier_tokens_missed = self._counter("tierd_tier_tokens_missed_total")
         self.tokens_missed = self._counter("tierd_tokens_missed_total")
         self.blocks_committed = self._counter("tierd_blocks_committed_total")
         self.reserve = self._counter("tierd_reserve_total")

@@ -17,7 +17,7 @@ from functools import partial
 import structlog
 
 from tierd.cache.acquire_reply import NOTHING, AcquireReply
-from tierd.cache.counting import count_looked_up, count_served, count_used
+from tierd.cache.counting import count_looked_up, count_served, count_used, served_by_tier
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.prefetcher import Prefetcher
@@ -75,7 +75,7 @@ class Gets(Sessions):
         caller will load the blocks, or if it does not tell and `prefetch_on_lookup` is set."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
-        count_looked_up(self.metrics, groups=groups, found=found)
+        count_looked_up(self.parts, groups=groups, found=found)
         will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.prefetch_on_lookup)
         if not will_load or self.clock.is_replay or not found.tokens or is_near(self.tiers, groups, found):
             return found
@@ -133,12 +133,13 @@ class Gets(Sessions):
             metas = self.core.metas(served.blocks)
             metas["error"] = self.core.errors(served.extents)
             self.directories.add_soon(served.extents, metas)
+        hits = served_by_tier(groups, got, served)
         if not got.lease:
-            return AcquireReply(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
+            return AcquireReply(0, NOTHING, hits, whole=got.whole and not got.tokens)
         if not served.tokens:
             self.release(session, [got.lease])
-            return AcquireReply(0, NOTHING, got.tier_tokens, whole=False)
-        return AcquireReply(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
+            return AcquireReply(0, NOTHING, hits, whole=False)
+        return AcquireReply(got.lease, served, hits, got.whole and served.tokens == got.tokens)
 
     def _ask(
         self,
@@ -235,7 +236,7 @@ class Gets(Sessions):
 
     def _note_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
         """Counts a get after its answer."""
-        count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
+        count_served(self.parts, groups=groups, got=got, served=served)
         self.background.note(got.plan)
 
     def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
@@ -246,7 +247,7 @@ class Gets(Sessions):
             self.metrics.lookups.inc(times)
             return
         found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
-        count_used(self.metrics, self.tiers, found, times=times)
+        count_used(self.parts, found, times=times)
         self._prefetcher.asked(groups)
         self._use(self._generations_near(groups))
 
