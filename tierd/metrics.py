@@ -15,7 +15,8 @@ from typing import Literal
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
-from prometheus_client.exposition import generate_latest
+
+from tierd.exposition import Scrapes, render_pieces
 
 SECONDS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds, seconds: from a call on a warm socket to the deadline."""
@@ -179,7 +180,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)
+        return "".join(render_pieces(self.registry, openmetrics=False)).encode()
 
     def counters(self) -> dict[str, int]:
         """Every counter above 0, by name and labels: `tierd_tokens_hit_total{tier="host.0"}`."""
@@ -226,6 +227,7 @@ class Listener:
 
     def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
         self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
+        self._server.set_app(Scrapes(metrics.registry))
         self._server.RequestHandlerClass = Reader
         self.port: int = self._server.server_port
 
