@@ -37,6 +37,7 @@ from tierd.core.plan import (
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.arena.holds import HoldKind
+from tierd.tracing import span
 
 log = structlog.get_logger(__name__)
 
@@ -153,7 +154,9 @@ class Gets(Sessions):
         """Starts an acquisition. ask: the core's verb. Raises Overloaded."""
         self._prefetcher.asked(groups)
         shut = self.flights.read_queues.shut(session, timeout_s=timeout_s)
-        got = ask(now=self.clock.now(), shut=shut)
+        with span("plan") as planned:
+            got = ask(now=self.clock.now(), shut=shut)
+            planned.set_attribute("tierd.tokens", got.tokens)
         self.flights.start(got.plan, session=session, by_layer=by_layer)
         if not got.whole and self._may_have_room(session):
             self.release(session, [got.lease])
@@ -173,7 +176,9 @@ class Gets(Sessions):
             return NOTHING
         try:
             failpoint("cache.acquire.before_landing")
-            await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
+            if len(got.plan.transfers) or len(got.plan.waits):
+                with span("wait", transfers=len(got.plan.transfers), shared=len(got.plan.waits)):
+                    await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
             served = await self._settle(got, doubted)
             if served.tokens:
                 failpoint("cache.acquire.before_hold")

@@ -44,6 +44,7 @@ from tierd.tcp.bearer import read_bearer
 from tierd.tiers.arena.holds import Holder, read_boot_id
 from tierd.tiers.io.lock import check_way
 from tierd.tiers.tier import Tier, is_device, is_shared
+from tierd.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +93,9 @@ class Listeners:
         self._notice_polling = NoticePolling(self.sessions.read_notices)
         cache.process_notices = self._process_notices
         guard = self._build_guard()
+        if endpoint := daemon.config.telemetry.otlp_endpoint:
+            guard.tracing = Tracing(endpoint, instance=daemon.instance, version=tierd.__version__)
+        self._tracing = guard.tracing
         self._lines = LocalRpcServer(self._service, guard=guard, answered=self._notice_polling.answered)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(
@@ -132,6 +136,8 @@ class Listeners:
         self._gauges.stop()
         if self._metrics:
             await asyncio.to_thread(self._metrics.close)
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.close)
         self.sessions.close()
         with contextlib.suppress(FileNotFoundError):
             (self.directory / places.SOCKET_NAME).unlink()
