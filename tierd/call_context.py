@@ -5,22 +5,26 @@ It follows the code into tasks that the call begins, and ends with the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 
 _FIELDS: ContextVar[Mapping[str, str]] = ContextVar("tierd_call", default=MappingProxyType({}))
 
 
-@contextmanager
-def in_call(call: str, method: str) -> Iterator[None]:
+class InCall:
     """Around a call. call: its id, from its client or made by the daemon."""
-    token = _FIELDS.set({"call": call, "method": method})
-    try:
-        yield
-    finally:
-        _FIELDS.reset(token)
+
+    __slots__ = ("_fields", "_token")
+
+    def __init__(self, call: str, method: str) -> None:
+        self._fields = {"call": call, "method": method}
+
+    def __enter__(self) -> None:
+        self._token = _FIELDS.set(self._fields)
+
+    def __exit__(self, *_: object) -> None:
+        _FIELDS.reset(self._token)
 
 
 def add(**fields: str) -> None:

@@ -88,8 +88,8 @@ Series = tuple[str, Iterable[Sample]]
 
 
 def _families(collector: Any) -> Iterator[tuple[str, str, str, Iterator[Series]]]:
-    """Name, kind, documentation and series of a collector's families. `collect` would make all
-    samples of a family at once, which takes too long for one piece."""
+    """Name, kind, documentation and series of a collector's families. The library's `collect` makes
+    all samples of a family at once, which takes too long."""
     if isinstance(collector, MetricWrapperBase):
         yield collector._name, str(collector._type), collector._documentation, _series_of(collector)
         return

@@ -1,6 +1,6 @@
 """Spans of OpenTelemetry, from a client's verb to the tier. Without a trace they cost one look.
 
-    the caller's span ──▶ a verb's span ──traceparent──▶ the daemon's call ──▶ plan, transfer, commit
+    caller's span ──▶ verb's span ──traceparent──▶ daemon's call ──▶ plan, transfer, commit
 
 The SDK makes a span only inside a span of its caller, with the caller's own OpenTelemetry, and
 never loads the package itself. The daemon makes spans only if `telemetry.otlp_endpoint` is set, for
@@ -67,11 +67,14 @@ def span(name: str, **attributes: Any) -> AbstractContextManager[Any]:
 
 
 def exemplar() -> dict[str, str] | None:
-    """Labels that lead from a metric to the running call: its trace, else its id. None: no call."""
-    if _tracer.get() is not None:
-        return {"trace_id": f"{_api().get_current_span().get_span_context().trace_id:032x}"}
+    """As `exemplar_of`, for the running call. None outside of calls."""
     call = call_context.fields().get("call")
-    return {"call": call} if call else None
+    return exemplar_of(_api().get_current_span() if _tracer.get() is not None else NO_SPAN, call) if call else None
+
+
+def exemplar_of(step: Any, call: str) -> dict[str, str]:
+    """Labels that lead from a metric to a call: its trace, if it has a span, else its id."""
+    return {"trace_id": f"{step.get_span_context().trace_id:032x}"} if step else {"call": call}
 
 
 # -- the client's side

@@ -243,6 +243,7 @@ def test_sdk_import_is_light() -> None:
         "click",
         "structlog",
         "lz4",
+        "opentelemetry",
         "tierd.config",
         "tierd.server",
         "tierd.core.core",

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed: pip install 'tierd[otel]'")
-exporter = pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+pytest.importorskip(
+    "opentelemetry.exporter.otlp.proto.grpc", reason="OpenTelemetry is not installed: pip install 'tierd[otel]'"
+)
 
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -46,7 +49,7 @@ def user() -> Iterator[tuple[Any, TracerProvider]]:
 def collector(user: tuple[Any, TracerProvider]) -> Iterator[Collector]:
     """A collector that gets the user's spans too."""
     with Collector() as collector:
-        processor = SimpleSpanProcessor(exporter.OTLPSpanExporter(endpoint=collector.url, timeout=10))
+        processor = SimpleSpanProcessor(OTLPSpanExporter(endpoint=collector.url, timeout=10))
         user[1]._active_span_processor._span_processors = (processor,)
         yield collector
 
@@ -134,6 +137,22 @@ def test_a_failed_call_says_so_without_its_text(user: tuple[Any, TracerProvider]
     failed = collector.one("tierd get")
     assert failed.is_failed and failed.attributes["tierd.outcome"] == "DeadlineExceeded"
     assert b"deadline has passed" not in collector.raw
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [
+        "x" * 55,
+        "00-" + "0" * 32 + "-" + "1" * 16 + "-01",
+        "00-" + "1" * 32 + "-" + "1" * 16 + "-00",
+        "1" * 55,
+        "é" * 55,
+    ],
+)
+def test_only_a_sampled_parent_is_followed(parent: str) -> None:
+    """A malformed traceparent, and one that is not sampled, make no span."""
+    assert tracing._context_of(parent) is None
+    assert tracing._context_of("00-" + "1" * 32 + "-" + "1" * 16 + "-01") is not None
 
 
 def test_a_collector_that_does_not_answer_slows_nothing(user: tuple[Any, TracerProvider]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from tierd import logs
-from tierd.call_context import in_call
+from tierd.call_context import InCall
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def test_request_id_is_on_every_line_of_its_task_only(lines: io.StringIO) 
     """Concurrent calls do not share request ids, and no id stays after its call."""
 
     async def handle(request_id: str) -> None:
-        with in_call(request_id, "Get"):
+        with InCall(request_id, "Get"):
             await asyncio.sleep(0)
             logs.get_logger("server").info(request_id)
 

@@ -23,14 +23,14 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from tierd.call_context import in_call
+from tierd.call_context import InCall
 from tierd.clock import Clock
 from tierd.errors import InvalidArgument, NotPermitted, TierdError, Unsupported
 from tierd.metrics import Metrics
 from tierd.server.grpc.call_errors import abort, unless_over
 from tierd.server.grpc.caller import CALLER, Caller
 from tierd.server.grpc.credits import ENDLESS, Credits, Place
-from tierd.tracing import NO_SPAN, Tracing, exemplar
+from tierd.tracing import NO_SPAN, Tracing, exemplar_of
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +66,7 @@ class Outcome:
     """How a call ended: ok, or the error's name."""
 
     name: str = "ok"
-    exemplar: dict[str, str] | None = None
+    step: Any = NO_SPAN
 
 
 Parse = Callable[[Any], Any]
@@ -186,28 +186,26 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
             return NO_SPAN
         return self.tracing.call(method, parent, call=call, session=session)
 
-    def count(self, method: str, outcome: str, *, seconds: float, exemplar: dict[str, str] | None) -> None:
-        """Counts a call that has ended. exemplar: leads to the call, if it was slow
-        or traced."""
+    def count(self, method: str, outcome: str, *, seconds: float, call: str, step: Any) -> None:
+        """Counts a call that has ended. Slow and traced ones leave an exemplar. step: the call's span."""
         found = self._counted.get((method, outcome))
         if found is None:  # cached: the labels take few values
             calls = self._metrics.calls.labels(method=method, outcome=outcome)
             found = self._counted[method, outcome] = calls, self._metrics.call_seconds.labels(method=method)
         found[0].inc()
-        found[1].observe(seconds, exemplar if seconds >= SLOW_S or (exemplar and "trace_id" in exemplar) else None)
+        found[1].observe(seconds, exemplar_of(step, call) if step or seconds >= SLOW_S else None)
 
     @contextlib.asynccontextmanager
     async def _guarded(self, arrival: Arrival, context: Any) -> AsyncIterator[Caller]:
         name = arrival.method.rpartition("/")[2]
         request = arrival.metadata.get("tierd-request", "")[:64] or secrets.token_hex(4)
         parent = arrival.metadata.get("traceparent", "")
-        with in_call(request, name), self._timed(name) as outcome:
+        with InCall(request, name), self._timed(name, request) as outcome:
             try:
                 with arrival.taken():
                     caller = self._admit(arrival.method, arrival.metadata, context, request)
                     CALLER.set(caller)
-                    with self.traced(name, parent, call=request, session=caller.session):
-                        outcome.exemplar = exemplar()
+                    with self.traced(name, parent, call=request, session=caller.session) as outcome.step:
                         yield caller
             except (TierdError, TimeoutError) as error:
                 outcome.name = type(error).__name__
@@ -224,12 +222,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                     )
 
     @contextlib.contextmanager
-    def _timed(self, method: str) -> Iterator[Outcome]:
+    def _timed(self, method: str, call: str) -> Iterator[Outcome]:
         outcome, begun = Outcome(), time.perf_counter()
         try:
             yield outcome
         finally:
-            self.count(method, outcome.name, seconds=time.perf_counter() - begun, exemplar=outcome.exemplar)
+            seconds = time.perf_counter() - begun
+            self.count(method, outcome.name, seconds=seconds, call=call, step=outcome.step)
 
     def _admit(self, method: str, metadata: dict[str, str], context: Any, request: str) -> Caller:
         session, tenant, is_admin = self._identify(metadata)

@@ -31,7 +31,7 @@ import structlog
 from google.protobuf.message import Message
 
 from tierd._proto import cache_pb2 as pb
-from tierd.call_context import in_call
+from tierd.call_context import InCall
 from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError, Unavailable
 from tierd.server.grpc.call_errors import DETAILS_LIMIT_CHARS, said_of
 from tierd.server.grpc.caller import CALLER, Caller
@@ -39,7 +39,7 @@ from tierd.server.grpc.guard import Guard, parsed
 from tierd.server.local_rpc.backlog import Backlog
 from tierd.server.local_rpc.line import Line
 from tierd.server.session.sessions import Session
-from tierd.tracing import exemplar
+from tierd.tracing import NO_SPAN
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -173,15 +173,15 @@ class LocalRpcServer:
 
     async def _serve(self, raw: bytes, session: Session, line: Line) -> None:
         """Writes the reply to one message, or its error, and counts it."""
-        begun, verb, outcome, request, lead = time.perf_counter(), None, "ok", "", None
+        begun, verb, outcome, request = time.perf_counter(), None, "ok", ""
+        step: Any = NO_SPAN
         try:
             ask = parsed(pb.Ask.FromString, raw)
             request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
             verb = self._verb(ask.method)
             line.owes_more = ask.more
             span = self._guard.traced(verb.name, ask.traceparent, call=request, session=session.id)
-            with in_call(request, verb.name), span:
-                lead = exemplar()
+            with InCall(request, verb.name), span as step:
                 reply = await self._made(verb, ask, session, request, line)
             line.write(pb.Answer(message=reply.SerializeToString()).SerializeToString())
         except (TierdError, TimeoutError) as error:
@@ -196,9 +196,8 @@ class LocalRpcServer:
             details = f"internal fault, call {request}: see the daemon's log"
             line.write(pb.Answer(status="INTERNAL", details=details).SerializeToString())
         finally:
-            self._guard.count(
-                verb.name if verb else "Line", outcome, seconds=time.perf_counter() - begun, exemplar=lead
-            )
+            seconds = time.perf_counter() - begun
+            self._guard.count(verb.name if verb else "Line", outcome, seconds=seconds, call=request, step=step)
             self._answered(session.id)
 
     def _verb(self, name: str) -> Verb:
