@@ -147,6 +147,8 @@ def check(config: Config) -> None:
     _check_server(config.server)
     _check_identity(config.identity)
     _check_events(config.events)
+    if (endpoint := config.telemetry.otlp_endpoint) and not endpoint.startswith(("http://", "https://")):
+        _refuse("telemetry.otlp_endpoint", f"{endpoint!r} is no URL; write for example http://127.0.0.1:4317")
     if not config.host and not config.device:
         _refuse("host", "no tier of memory is configured; add a [[host]] table")
     if config.nvme and not config.host:

@@ -1,7 +1,7 @@
 """Log lines: one event name in plain words, values as fields, for people or as JSON.
 
-`configure` runs once at start, `get_logger` anywhere. `request` wraps the handling of a call, so
-each of its lines carries the call's id. Lines go to stderr, never to stdout, also those of other
+`configure` runs once at start, `get_logger` anywhere. Each line of a call carries the call's id
+(call_context.py). Lines go to stderr, never to stdout, also those of other
 libraries (grpc, asyncio). A line holds no token, no credential and no hash of more than 8 bytes.
 Logging never raises: on a full disk or a closed pipe, only the line is lost.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Literal, TextIO, cast
 
 import structlog
-from structlog.contextvars import bound_contextvars, merge_contextvars
-from structlog.typing import FilteringBoundLogger, Processor
+from structlog.typing import EventDict, FilteringBoundLogger, Processor
+
+from tierd import call_context
 
 _TRACEBACK = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
 """Without the values of variables, here and on the console: they hold tokens and bytes of blocks,
@@ -41,16 +41,9 @@ def get_logger(part: str) -> FilteringBoundLogger:
     return cast(FilteringBoundLogger, structlog.get_logger(part=part))
 
 
-@contextmanager
-def request(request_id: str) -> Iterator[None]:
-    """Every line written inside, also by tasks begun inside, carries the request's id."""
-    with bound_contextvars(request=request_id):
-        yield
-
-
 def _processors(*, style: str, is_terminal: bool) -> list[Processor]:
     shared: list[Processor] = [
-        merge_contextvars,
+        _add_call,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
@@ -61,6 +54,10 @@ def _processors(*, style: str, is_terminal: bool) -> list[Processor]:
         *shared,
         structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=structlog.dev.plain_traceback),
     ]
+
+
+def _add_call(_logger: Any, _method: str, line: EventDict) -> EventDict:
+    return {**call_context.fields(), **line}
 
 
 class _Forgiving:

@@ -15,7 +15,8 @@ from typing import Literal
 from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
-from prometheus_client.exposition import generate_latest
+
+from tierd.exposition import Scrapes, render_pieces
 
 SECONDS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds, seconds: from a call on a warm socket to the deadline."""
@@ -42,6 +43,13 @@ METRICS: Mapping[str, Row] = {
     ),
     "tierd_tokens_hit_total": Row(
         "counter", "tokens", "Tokens served by leases, by the nearest tier that held them.", ("tier",)
+    ),
+    "tierd_tier_tokens_missed_total": Row(
+        "counter",
+        "tokens",
+        "Tokens looked for in a tier and not served from it. Tiers are asked near to far, each for what the nearer ones "
+        "missed. With tierd_tokens_hit_total it gives the tier's hit rate.",
+        ("tier",),
     ),
     "tierd_tokens_missed_total": Row(
         "counter",
@@ -133,6 +141,7 @@ class Metrics:
         self.lookups = self._counter("tierd_lookups_total")
         self.gets_one_sided = self._counter("tierd_gets_one_sided_total")
         self.tokens_hit = self._counter("tierd_tokens_hit_total")
+        self.tier_tokens_missed = self._counter("tierd_tier_tokens_missed_total")
         self.tokens_missed = self._counter("tierd_tokens_missed_total")
         self.blocks_committed = self._counter("tierd_blocks_committed_total")
         self.reserve = self._counter("tierd_reserve_total")
@@ -171,7 +180,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """All metrics in the text format of Prometheus."""
-        return generate_latest(self.registry)
+        return "".join(render_pieces(self.registry, openmetrics=False)).encode()
 
     def counters(self) -> dict[str, int]:
         """Every counter above 0, by name and labels: `tierd_tokens_hit_total{tier="host.0"}`."""
@@ -218,6 +227,7 @@ class Listener:
 
     def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
         self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
+        self._server.set_app(Scrapes(metrics.registry))
         self._server.RequestHandlerClass = Reader
         self.port: int = self._server.server_port
 

@@ -45,6 +45,7 @@ from tierd.tiers.tier import (
     is_mapped,
     is_stored,
 )
+from tierd.tracing import span
 
 Second = TypeVar("Second")
 Result = TypeVar("Result")
@@ -98,7 +99,8 @@ class Link:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self.waiting, (priority, next(self.ticket), turn))
         try:
-            await turn
+            with span("queue"):
+                await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:  # a refusal gives no place
                 self._pass_on(priority)

@@ -227,6 +227,18 @@ class EventsConfig:
 
 
 @dataclass(frozen=True, config=CLOSED)
+class TelemetryConfig:
+    """Traces of calls, from the client to the tier."""
+
+    otlp_endpoint: str = key(
+        "",
+        "URL of a collector that takes OTLP over gRPC, such as http://127.0.0.1:4317. Calls in a sampled trace send "
+        "their spans there. Empty: off. Needs OpenTelemetry: pip install 'tierd[otel]'.",
+        unit="URL",
+    )
+
+
+@dataclass(frozen=True, config=CLOSED)
 class Config:
     """All settings. The tiers of one kind are indexed in the order in which they are written."""
 
@@ -238,6 +250,7 @@ class Config:
     mover: MoverConfig = Field(default_factory=MoverConfig)
     scrub: ScrubConfig = Field(default_factory=ScrubConfig)
     events: EventsConfig = Field(default_factory=EventsConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
 
 SECTIONS: Mapping[str, type] = {
@@ -249,6 +262,7 @@ SECTIONS: Mapping[str, type] = {
     "mover": MoverConfig,
     "scrub": ScrubConfig,
     "events": EventsConfig,
+    "telemetry": TelemetryConfig,
 }
 """TOML table -> the settings in it."""
 

@@ -30,7 +30,7 @@ HEAD = """\
 # `tierd config check FILE` checks a file. Environment: TIERD_RUNTIME_DIR, TIERD_STATE_DIR.
 # Rendered from tierd/settings.py by tools/gen_reference.py; do not edit.
 """
-ORDER = ("host", "nvme", "device", "server", "identity", "events", "scrub", "mover")
+ORDER = ("host", "nvme", "device", "server", "identity", "events", "telemetry", "scrub", "mover")
 """The order of the tables: those that most configurations change come first."""
 TABLES = {
     "host": "One table per host tier.",

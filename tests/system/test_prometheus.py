@@ -19,6 +19,8 @@ import yaml
 
 from tests.repo.test_monitoring import MONITORING, panels, rules
 from tests.system.warm import Daemon
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import connect
 from tierd.client import Client, NamespaceSpec
 from tierd.testing.daemon import SMALL
 
@@ -46,6 +48,7 @@ class Prometheus:
         shutil.copy(MONITORING / "alerts.yml", folder)
         self.port = free_port()
         words = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+        words.append("--enable-feature=exemplar-storage")
         command = ["prometheus", *words, f"--web.listen-address=127.0.0.1:{self.port}", "--log.level=error"]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -78,6 +81,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
         space = client.open_namespace(NamespaceSpec(model="scraped", tokens_per_block=16, block_bytes=4096))
         client.put(space, range(64), [bytes(4096)] * 4)
         client.get(space, range(80))
+        client.put(space, range(64), [bytes(4096)] * 4, durable=True)
+        with connect(daemon.target) as operator:
+            operator.ask(pb.EvictRequest(tier="host.0"))
+        assert client.get(space, range(64)).tokens == 64  # from NVMe, with a transfer
         running = Prometheus(tmp_path_factory.mktemp("prometheus"), f"127.0.0.1:{port}", daemon.target)
         try:
             running.awaited("count_over_time(tierd_info[1m]) >= 3")
@@ -91,6 +98,14 @@ def test_the_daemon_is_scraped(server: Prometheus) -> None:
     """The target is up, and hits and misses of the client arrive."""
     assert [sample["value"][1] for sample in server.ask("query", query='up{job="tierd"}')["result"]] == ["1"]
     assert float(server.awaited("sum(tierd_tokens_missed_total)")[0]["value"][1]) >= 16
+
+
+def test_exemplars_name_calls(server: Prometheus) -> None:
+    """Prometheus keeps exemplars of transfers, each with the id of the call that waited for it."""
+    now = time.time()
+    span = {"start": str(now - 600), "end": str(now + 600)}
+    series = server.ask("query_exemplars", query='tierd_transfer_seconds_bucket{link="nvme.0>host.0"}', **span)
+    assert series and all(exemplar["labels"]["call"] for one in series for exemplar in one["exemplars"])
 
 
 def test_alerts_are_evaluated_and_quiet(server: Prometheus) -> None:

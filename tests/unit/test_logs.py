@@ -14,6 +14,7 @@ import pytest
 import structlog
 
 from tierd import logs
+from tierd.call_context import InCall
 
 
 @pytest.fixture
@@ -46,14 +47,14 @@ async def test_request_id_is_on_every_line_of_its_task_only(lines: io.StringIO) 
     """Concurrent calls do not share request ids, and no id stays after its call."""
 
     async def handle(request_id: str) -> None:
-        with logs.request(request_id):
+        with InCall(request_id, "Get"):
             await asyncio.sleep(0)
             logs.get_logger("server").info(request_id)
 
     await asyncio.gather(handle("a"), handle("b"))
     logs.get_logger("server").info("after")
     written = [json.loads(line) for line in lines.getvalue().splitlines()]
-    assert [(line["event"], line.get("request")) for line in written] == [("a", "a"), ("b", "b"), ("after", None)]
+    assert [(line["event"], line.get("call")) for line in written] == [("a", "a"), ("b", "b"), ("after", None)]
 
 
 def test_other_libraries_take_the_same_road(lines: io.StringIO) -> None:

@@ -419,18 +419,20 @@ class ReportAttentionReply(_message.Message):
     def __init__(self) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("method", "message", "timeout_us", "request", "more")
+    __slots__ = ("method", "message", "timeout_us", "request", "more", "traceparent")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     method: str
     message: bytes
     timeout_us: int
     request: str
     more: bool
-    def __init__(self, method: _Optional[str] = ..., message: _Optional[bytes] = ..., timeout_us: _Optional[int] = ..., request: _Optional[str] = ..., more: bool = ...) -> None: ...
+    traceparent: str
+    def __init__(self, method: _Optional[str] = ..., message: _Optional[bytes] = ..., timeout_us: _Optional[int] = ..., request: _Optional[str] = ..., more: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("message", "status", "error", "details", "retry_ms")

@@ -7,43 +7,57 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tierd.cache.parts import Parts
 from tierd.core.formats.model import BlockStatus
 from tierd.core.plan import Acquisition, GroupQuery, LookupResult, Reserved, Served
+from tierd.core.requests.groups import tier_tokens
 from tierd.metrics import Metrics
-from tierd.tiers.tier import Tier
 
 
-def count_served(
-    metrics: Metrics, tiers: Sequence[Tier], *, groups: Sequence[GroupQuery], got: Acquisition, served: Served
-) -> None:
+def served_by_tier(groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> list[int]:
+    """Tokens of the served prefix, by the nearest tier that held them."""
+    if served.tokens == got.tokens:
+        return got.tier_tokens
+    return tier_tokens(groups[0], got.nearest, served.tokens, tiers=len(got.tier_tokens))
+
+
+def count_served(parts: Parts, *, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
     """Counts hits by tier. Each requested token beyond the hits is a miss with one reason."""
-    metrics.lookups.inc()
-    if served.tokens:
-        for tier, tokens in zip(tiers, got.tier_tokens, strict=True):
-            if tokens:
-                metrics.tokens_hit.labels(tier=tier.spec.name).inc(tokens)
+    parts.metrics.lookups.inc()
     failed, asked = got.tokens - served.tokens, max(g.tokens for g in groups)
     rest = "absent" if got.whole else "busy" if got.shut else "no_room"
     for reason, tokens in ((rest, asked - got.tokens), ("failed", failed)):
         if tokens:
-            metrics.tokens_missed.labels(reason=reason).inc(tokens)
+            parts.metrics.tokens_missed.labels(reason=reason).inc(tokens)
+    _count_tiers(parts, served_by_tier(groups, got, served), missed=asked - served.tokens)
 
 
-def count_looked_up(metrics: Metrics, *, groups: Sequence[GroupQuery], found: LookupResult) -> None:
+def count_looked_up(parts: Parts, *, groups: Sequence[GroupQuery], found: LookupResult) -> None:
     """Counts the tokens that a lookup did not find. An engine acquires only the tokens found, so
     the lookup is the one call that shows its misses."""
-    metrics.lookups.inc()
+    parts.metrics.lookups.inc()
     if absent := max(g.tokens for g in groups) - found.tokens:
-        metrics.tokens_missed.labels(reason="absent").inc(absent)
+        parts.metrics.tokens_missed.labels(reason="absent").inc(absent)
+        _count_tiers(parts, [0] * len(parts.tiers), missed=absent)
 
 
-def count_used(metrics: Metrics, tiers: Sequence[Tier], found: LookupResult, *, times: int) -> None:
+def count_used(parts: Parts, found: LookupResult, *, times: int) -> None:
     """Counts one-sided gets: the same hits, `times` times."""
-    metrics.lookups.inc(times)
-    metrics.gets_one_sided.inc(times)
-    for tier, tokens in zip(tiers, found.tier_tokens, strict=True):
+    parts.metrics.lookups.inc(times)
+    parts.metrics.gets_one_sided.inc(times)
+    _count_tiers(parts, found.tier_tokens, missed=0, times=times)
+
+
+def _count_tiers(parts: Parts, hits: Sequence[int], *, missed: int, times: int = 1) -> None:
+    """Counts tokens by tier, near to far. A tier is asked for what the nearer ones missed, so its
+    hits and its misses add up to the misses before it. A tier out of service is not asked."""
+    left = sum(hits) + missed
+    for tier, tokens in zip(parts.tiers, hits, strict=True):
+        left -= tokens
         if tokens:
-            metrics.tokens_hit.labels(tier=tier.spec.name).inc(times * tokens)
+            parts.metrics.tokens_hit.labels(tier=tier.spec.name).inc(times * tokens)
+        if left and (tokens or parts.core.is_serving(tier.position)):
+            parts.metrics.tier_tokens_missed.labels(tier=tier.spec.name).inc(times * left)
 
 
 def count_reserved(metrics: Metrics, reserved: Reserved) -> None:

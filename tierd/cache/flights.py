@@ -29,6 +29,7 @@ from tierd.failpoint import failpoint
 from tierd.mover import link_of
 from tierd.tiers.io.files import NO_SPACE
 from tierd.tiers.tier import is_stored
+from tierd.tracing import exemplar, span
 
 log = structlog.get_logger(__name__)
 
@@ -194,25 +195,28 @@ class Flights:
     async def _fly(self, batch: StructArray, before: dict[int, asyncio.Task[Outcome]]) -> Outcome:
         """Runs one batch. before: the tasks that fill this plan's source pages."""
         statuses = np.full(len(batch), BlockStatus.FAILED, dtype=np.uint16)
-        metas, begun = None, asyncio.get_running_loop().time()
+        metas, begun, link = None, asyncio.get_running_loop().time(), self._link(batch)
         try:
-            ready = await self._sources_ready(batch, before)
-            await self.prepared(kinds(batch["target"]["segment"]))
-            async with self.turns.of(batch) as goes:
-                if ready.any() and goes:
-                    metas = self._metas(batch)  # not before: a source that was decoded has another digest
-                    some = metas[ready]
-                    statuses[ready] = await self._mover.copy(batch[ready], some)
-                    metas[ready] = some
-                elif not goes:
-                    statuses[:] = BlockStatus.DEFERRED
+            with span(f"transfer {link}", link=link, blocks=len(batch)) as step:
+                ready = await self._sources_ready(batch, before)
+                await self.prepared(kinds(batch["target"]["segment"]))
+                async with self.turns.of(batch) as goes:
+                    if ready.any() and goes:
+                        metas = self._metas(batch)  # not before: a source that was decoded has another digest
+                        some = metas[ready]
+                        statuses[ready] = await self._mover.copy(batch[ready], some)
+                        metas[ready] = some
+                    elif not goes:
+                        statuses[:] = BlockStatus.DEFERRED
+                if step:
+                    step.set_attribute("tierd.bytes", int(batch["source"]["length"].sum()))
+                    step.set_attribute("tierd.ready_blocks", int((statuses == BlockStatus.READY).sum()))
         except Exception:
             log.exception("transfer batch failed", count=len(batch))
         finally:
             self._finish(batch, statuses, metas)
-            self._metrics.transfer_seconds.labels(link=self._link(batch)).observe(
-                asyncio.get_running_loop().time() - begun
-            )
+            took_s = asyncio.get_running_loop().time() - begun
+            self._metrics.transfer_seconds.labels(link=link).observe(took_s, exemplar())
         return dict(zip(batch["id"].tolist(), statuses.tolist(), strict=True))
 
     @staticmethod

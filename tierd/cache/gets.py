@@ -17,7 +17,7 @@ from functools import partial
 import structlog
 
 from tierd.cache.acquire_reply import NOTHING, AcquireReply
-from tierd.cache.counting import count_looked_up, count_served, count_used
+from tierd.cache.counting import count_looked_up, count_served, count_used, served_by_tier
 from tierd.cache.nearness import is_near
 from tierd.cache.parts import Parts
 from tierd.cache.prefetcher import Prefetcher
@@ -37,6 +37,7 @@ from tierd.core.plan import (
 from tierd.errors import TierFailed
 from tierd.failpoint import failpoint
 from tierd.tiers.arena.holds import HoldKind
+from tierd.tracing import span
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +76,7 @@ class Gets(Sessions):
         caller will load the blocks, or if it does not tell and `prefetch_on_lookup` is set."""
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
-        count_looked_up(self.metrics, groups=groups, found=found)
+        count_looked_up(self.parts, groups=groups, found=found)
         will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.limits.prefetch_on_lookup)
         if not will_load or self.clock.is_replay or not found.tokens or is_near(self.tiers, groups, found):
             return found
@@ -133,12 +134,13 @@ class Gets(Sessions):
             metas = self.core.metas(served.blocks)
             metas["error"] = self.core.errors(served.extents)
             self.directories.add_soon(served.extents, metas)
+        hits = served_by_tier(groups, got, served)
         if not got.lease:
-            return AcquireReply(0, NOTHING, got.tier_tokens, whole=got.whole and not got.tokens)
+            return AcquireReply(0, NOTHING, hits, whole=got.whole and not got.tokens)
         if not served.tokens:
             self.release(session, [got.lease])
-            return AcquireReply(0, NOTHING, got.tier_tokens, whole=False)
-        return AcquireReply(got.lease, served, got.tier_tokens, got.whole and served.tokens == got.tokens)
+            return AcquireReply(0, NOTHING, hits, whole=False)
+        return AcquireReply(got.lease, served, hits, got.whole and served.tokens == got.tokens)
 
     def _ask(
         self,
@@ -152,7 +154,9 @@ class Gets(Sessions):
         """Starts an acquisition. ask: the core's verb. Raises Overloaded."""
         self._prefetcher.asked(groups)
         shut = self.flights.read_queues.shut(session, timeout_s=timeout_s)
-        got = ask(now=self.clock.now(), shut=shut)
+        with span("plan") as planned:
+            got = ask(now=self.clock.now(), shut=shut)
+            planned.set_attribute("tierd.tokens", got.tokens)
         self.flights.start(got.plan, session=session, by_layer=by_layer)
         if not got.whole and self._may_have_room(session):
             self.release(session, [got.lease])
@@ -172,7 +176,9 @@ class Gets(Sessions):
             return NOTHING
         try:
             failpoint("cache.acquire.before_landing")
-            await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
+            if len(got.plan.transfers) or len(got.plan.waits):
+                with span("wait", transfers=len(got.plan.transfers), shared=len(got.plan.waits)):
+                    await self.flights.landed(got.plan, timeout_s=deadline - asyncio.get_running_loop().time())
             served = await self._settle(got, doubted)
             if served.tokens:
                 failpoint("cache.acquire.before_hold")
@@ -235,7 +241,7 @@ class Gets(Sessions):
 
     def _note_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
         """Counts a get after its answer."""
-        count_served(self.metrics, self.tiers, groups=groups, got=got, served=served)
+        count_served(self.parts, groups=groups, got=got, served=served)
         self.background.note(got.plan)
 
     def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
@@ -246,7 +252,7 @@ class Gets(Sessions):
             self.metrics.lookups.inc(times)
             return
         found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
-        count_used(self.metrics, self.tiers, found, times=times)
+        count_used(self.parts, found, times=times)
         self._prefetcher.asked(groups)
         self._use(self._generations_near(groups))
 

@@ -41,6 +41,7 @@ from tierd.errors import (
 from tierd.failpoint import failpoint
 from tierd.tiers.arena.holds import HoldKind
 from tierd.tiers.tier import SliceTable
+from tierd.tracing import NO_SPAN, span
 
 ANSWER_SHARE = 0.8
 """Share of a call's time for making blocks durable. So a slow disk fails blocks, not the call."""
@@ -88,7 +89,8 @@ class Puts(Sessions):
     def _reserved(self, session: int, groups: Sequence[PutQuery], kind: Wanted) -> Reserved:
         """The core's answer; without room, once more after prefetches gave up the pages they keep."""
         reserve = partial(self.core.reserve, session, groups=groups, kind=kind)
-        reserved = reserve(now=self.clock.now())
+        with span("plan"):
+            reserved = reserve(now=self.clock.now())
         lacks_room = any((statuses == BlockStatus.NO_ROOM).any() for statuses in reserved.statuses)
         if not lacks_room or not self.flights.prefetches.yield_room():
             return reserved
@@ -143,13 +145,15 @@ class Puts(Sessions):
         committing = self.core.begin_commit(
             session, reservation=query.reservation, blocks=query.blocks, now=self.clock.now()
         )
-        sums = await self._publication.written(committing, query)
+        with span("writes") if query.written is not None else NO_SPAN:
+            sums = await self._publication.written(committing, query)
         keep_s, finish = now() + ANSWER_SHARE * (deadline - now()), self._finish_commit(committing, query, sums)
         waits = sums is None or query.lease
         committed = await (self._uncut(finish, session) if waits else finish)
         if query.durability is Durability.DURABLE:
             try:
-                await self.persistence.keep_committed(committed, committing.metas, timeout_s=keep_s - now())
+                with span("persist"):
+                    await self.persistence.keep_committed(committed, committing.metas, timeout_s=keep_s - now())
             except BaseException:
                 self.release(session, [committed.lease])
                 raise
@@ -178,9 +182,12 @@ class Puts(Sessions):
     ) -> Committed:
         """Computes sums, publishes, and records the session's lease."""
         failpoint("cache.commit.before_hash")
-        slices = await self._publication.sum(committing, sums)
-        failpoint("cache.commit.before_publish")
-        committed = self._publication.publish(committing, query, slices)
+        with span("commit", blocks=len(committing.metas)) as step:
+            if step:
+                step.set_attribute("tierd.bytes", int(committing.lengths.sum()))
+            slices = await self._publication.sum(committing, sums)
+            failpoint("cache.commit.before_publish")
+            committed = self._publication.publish(committing, query, slices)
         self.flights.start(committed.plan)
         held, session = committed.statuses != BlockStatus.FAILED, committing.session
         try:

@@ -18,6 +18,7 @@ from tierd.core.formats.model import NO_PAGE, UNVERIFIED, BlockStatus, StructArr
 from tierd.core.plan import Bools, Committed, Ids
 from tierd.errors import TierFailed
 from tierd.tiers.tier import is_shared
+from tierd.tracing import span
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +62,8 @@ class Verification:
             if not is_shared(self._tiers[position]):
                 continue  # an existing block on a store alone is verified at every read
             try:
-                good = await self._mover.check(pages, metas)
+                with span("verify", tier=self._tiers[position].spec.name, blocks=len(pages)):
+                    good = await self._mover.check(pages, metas)
             except TierFailed as error:
                 log.warning("blocks not verified, so not served", count=len(pages), error=str(error))
                 return None

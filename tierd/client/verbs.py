@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tierd import tracing
 from tierd._proto import cache_pb2 as pb
 from tierd.client import splitting
 from tierd.client.blocks import buffers, writing
@@ -48,8 +49,11 @@ T = TypeVar("T")
 class Verbs(Asking):
     """The verbs of one client. Deadlines are of time.monotonic()."""
 
-    def _verb(self, deadline: Deadline, work: Callable[[float], T], nothing: Callable[[], T]) -> T:
-        """Runs a verb until its deadline. nothing: makes the result of a failure with best_effort."""
+    def _verb(self, deadline: Deadline, work: Callable[[float], T], nothing: Callable[[], T], *, name: str = "") -> T:
+        """Runs a verb until its deadline. nothing: makes the result of a failure with best_effort.
+        name: of its span in the caller's trace; empty: none."""
+        if name and tracing.is_possible():
+            return self.shrunk(lambda: tracing.verb(name, lambda: work(due(deadline))), nothing)
         return self.shrunk(lambda: work(due(deadline)), nothing)
 
     def connect(self, deadline: Deadline) -> None:
@@ -72,12 +76,14 @@ class Verbs(Asking):
         def work(by: float) -> Found:
             return splitting.lookup(self, requests.groups_of(*asked), by, intent=requests.intent(intent))
 
-        return self._verb(deadline, work, Found)
+        return self._verb(deadline, work, Found, name="lookup")
 
     def prefetch(self, asked: Any, target: str | Target, deadline: Deadline) -> Prefetch:
         """Starts a prefetch."""
         groups = requests.groups_of
-        return self._verb(deadline, lambda by: splitting.prefetch(self, groups(*asked), target, by), Prefetch)
+        return self._verb(
+            deadline, lambda by: splitting.prefetch(self, groups(*asked), target, by), Prefetch, name="prefetch"
+        )
 
     def cancel(self, prefetch: Prefetch, deadline: Deadline) -> None:
         """Cancels a prefetch."""
@@ -89,11 +95,12 @@ class Verbs(Asking):
             deadline,
             lambda by: splitting.acquire(self, requests.groups_of(*asked), tier, by, by_layer=by_layer),
             lambda: Lease(None, Leased()),
+            name="acquire",
         )
 
     def get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: Deadline) -> GetResult:
         """The servable prefix of a sequence, as views or copied into out."""
-        return self._verb(deadline, lambda by: self._get(namespace, what, out, by), GetResult)
+        return self._verb(deadline, lambda by: self._get(namespace, what, out, by), GetResult, name="get")
 
     def report_attention(self, lease: Lease, mass: Any, group: int, deadline: Deadline) -> None:
         """Reports attention mass per rank and block of a lease's group."""
@@ -122,7 +129,7 @@ class Verbs(Asking):
             handles["status"] = BlockStatus.NO_ROOM
             return self.pages(None, handles)
 
-        return self._verb(deadline, work, nothing)
+        return self._verb(deadline, work, nothing, name="reserve")
 
     def put(
         self,
@@ -138,6 +145,7 @@ class Verbs(Asking):
             deadline,
             lambda by: self._put(namespace, what, blocks, by, until=until()),
             lambda: _dropped(blocks),
+            name="put",
         )
 
     def flush(self, deadline: Deadline) -> Lost:
@@ -158,7 +166,7 @@ class Verbs(Asking):
 
     def commit(self, pages: ReservedPages, make: Callable[[], pb.CommitRequest], deadline: Deadline) -> Committed:
         """Publishes a reservation's pages."""
-        return self._verb(deadline, lambda by: self.committed(pages, make(), by), pages.not_committed)
+        return self._verb(deadline, lambda by: self.committed(pages, make(), by), pages.not_committed, name="commit")
 
     def abort(self, pages: ReservedPages, deadline: Deadline) -> None:
         """Releases a reservation's pages."""

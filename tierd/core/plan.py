@@ -185,6 +185,7 @@ class Acquisition:
     question: to repeat.
     whole: False if more is held than could be brought near now. shut: shut tiers hold blocks.
     served: the answer of `settle`, if there is nothing to wait for.
+    nearest: int8 [blocks], tier of each block of the first group (first rank); -1: none.
     """
 
     lease: int
@@ -195,6 +196,7 @@ class Acquisition:
     shut: bool = False
     question: Question = Question()
     served: Served | None = None
+    nearest: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, np.int8))
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from tierd.tcp.bearer import read_bearer
 from tierd.tiers.arena.holds import Holder, read_boot_id
 from tierd.tiers.io.lock import check_way
 from tierd.tiers.tier import Tier, is_device, is_shared
+from tierd.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -94,6 +95,9 @@ class Listeners:
         cache.process_notices = self._process_notices
         self._guard = guard = self._build_guard()
         self.live = LiveSettings(daemon, self._apply_settings)
+        if endpoint := daemon.config.telemetry.otlp_endpoint:
+            guard.tracing = Tracing(endpoint, instance=daemon.instance, version=tierd.__version__)
+        self._tracing = guard.tracing
         self._lines = LocalRpcServer(self._service, guard=guard, answered=self._notice_polling.answered)
         self.directory = Path(server.runtime_dir)
         self._socket = SessionSocket(
@@ -134,6 +138,8 @@ class Listeners:
         self._gauges.stop()
         if self._metrics:
             await asyncio.to_thread(self._metrics.close)
+        if self._tracing:
+            await asyncio.to_thread(self._tracing.close)
         self.sessions.close()
         with contextlib.suppress(FileNotFoundError):
             (self.directory / places.SOCKET_NAME).unlink()

@@ -43,6 +43,7 @@ from tools.bench import (
     prefetch,
     recording,
     remote,
+    scrape,
     size,
     ttft,
 )
@@ -64,6 +65,7 @@ SUITES: dict[str, Callable[[Effort], list[Row]]] = {
     "idle": idle.rows,
     "daemon_start": daemon_start.rows,
     "recording": recording.rows,
+    "scrape": scrape.rows,
     "policies": policies.rows,
     "advice": advice.rows,
     "ttft": ttft.rows,

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
+from tierd import tracing
 from tierd.client.connect import forks
 from tierd.client.connect.cancellation import Cancellation
 from tierd.errors import DeadlineExceeded
@@ -45,7 +46,7 @@ class Threads:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tierd-client")
         stop, loop = Cancellation(), asyncio.get_running_loop()
-        work = self._pool.submit(stop.around, verb)
+        work = self._pool.submit(stop.around, tracing.here(verb))
         result, patience = asyncio.wrap_future(work), loop.call_later(max(timeout_s, LEAST_S), work.cancel)
         try:
             await asyncio.wait({result})

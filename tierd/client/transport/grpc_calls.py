@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import grpc
 
+from tierd import tracing
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.client.connect import cancellation, forks, trusted
@@ -34,6 +35,7 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.default_authority", "tierd"),
 )
+Metadata = tuple[tuple[str, str], ...]
 _LOST = ("UNAVAILABLE", "CANCELLED", "UNKNOWN")
 
 
@@ -64,7 +66,7 @@ class SyncTransport:
     def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """As `call`, for a call that already has its turn."""
         with named(self.link, method) as metadata, translated(self.link), forks.calling():
-            return self._answer(getattr(self.stub, method), request, timeout_s=timeout_s, metadata=metadata)
+            return self._answer(getattr(self.stub, method), request, timeout_s=timeout_s, metadata=_traced(metadata))
 
     def begin(self, method: str, request: Any, timeout_s: float, lines: int) -> None:
         """None: gRPC has no lines."""
@@ -72,7 +74,7 @@ class SyncTransport:
     def pull(self, method: str, request: Any, *, timeout_s: float, take: Callable[[Any], None]) -> None:
         """One request; `take` gets each reply."""
         with translated(self.link), forks.calling():
-            call = getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.link.metadata)
+            call = getattr(self.stub, method)(request, timeout=timeout_s, metadata=_traced(self.link.metadata))
             with cancellation.ended_by(call.cancel), self._probed(call):
                 try:
                     for reply in call:
@@ -83,7 +85,9 @@ class SyncTransport:
     def push(self, method: str, requests: Iterator[Any], *, timeout_s: float) -> Any:
         """An iterator of requests, one reply."""
         with translated(self.link), forks.calling():
-            return self._answer(getattr(self.stub, method), requests, timeout_s=timeout_s, metadata=self.link.metadata)
+            return self._answer(
+                getattr(self.stub, method), requests, timeout_s=timeout_s, metadata=_traced(self.link.metadata)
+            )
 
     def stream(self, method: str, request: Any) -> Replies:
         """Yields replies until closed."""
@@ -154,6 +158,12 @@ class Replies:
         """Ends the stream, and a thread that waits for its next reply."""
         self._is_closed = True
         self._call.cancel()
+
+
+def _traced(metadata: Metadata) -> Metadata:
+    """The metadata with the current span's traceparent, if there is one."""
+    parent = tracing.traceparent()
+    return (*metadata, ("traceparent", parent)) if parent else metadata
 
 
 @contextlib.contextmanager

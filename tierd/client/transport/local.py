@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
+from tierd import tracing
 from tierd._proto import cache_pb2 as pb
 from tierd.client.blocks.page_grants import PageGrants
 from tierd.client.connect import cancellation
@@ -237,6 +238,8 @@ class LocalTransport:
         left_s = max(0.0, deadline - time.monotonic())
         message = request.SerializeToString()
         ask = pb.Ask(method=method, message=message, timeout_us=max(1, int(left_s * 1e6)), request=name, more=has_more)
+        if tracing.is_possible():
+            ask.traceparent = tracing.traceparent()
         raw = ask.SerializeToString()
         if len(raw) > MESSAGE_MAX_BYTES:
             return None

@@ -80,17 +80,19 @@ class Gets:
     def _acquire(self, session: int, sight: Sight, question: Question, draft: PlanBuilder, shut: Tiers) -> Acquisition:
         holder, groups, kind = self._sessions.get(session), question.groups, question.kind
         most, tokens = self._secure(sight, kind=kind, holder=holder, draft=draft, shut=shut)
-        tier_tokens = sight.tier_tokens(tokens)
+        tier_tokens, nearest = sight.tier_tokens(tokens), sight.tier[0][0]
         lies_shut = tokens < most and any(among(tier, list(shut)).any() for tier in sight.tier)
         if tokens == 0:
-            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut, question)
+            return Acquisition(0, 0, tier_tokens, draft.plan(), most == 0, lies_shut, question, None, nearest)
         lease = Lease(self._sessions.next_id(), session, kind, groups, self._pins.held(sight, tokens, kind), tokens)
         self._pins.pin(lease, holder)
         for held in lease.held:
             self._planner.wait_for(Where(held.tiers.ravel(), held.pages.ravel()), draft)
         used = (*question.used, *(held.blocks.ravel() for held in lease.held))
         question = Question(question.groups, question.kind, used)
-        return Acquisition(lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, question)
+        return Acquisition(
+            lease.id, tokens, tier_tokens, draft.plan(), tokens == most, lies_shut, question, None, nearest
+        )
 
     def prefetch(
         self, session: int, *, groups: Sequence[GroupQuery], kind: Wanted, now: float, allowance: Allowance
@@ -187,6 +189,7 @@ class Gets:
             whole=True,
             question=Question(tuple(sight.groups), kind, (blocks,)),
             served=Served(tokens, [part], NO_PLAN),
+            nearest=sight.tier[0][0],
         )
 
     def _relax(self, groups: Sequence[GroupQuery]) -> None:

@@ -83,6 +83,16 @@ def needed(group: GroupQuery, tokens: int) -> Span:
     return Span(int(first[0]), int(last[0]))
 
 
+def tier_tokens(group: GroupQuery, nearest: NDArray[np.int8], tokens: int, *, tiers: int) -> list[int]:
+    """Per tier, tokens of the needed blocks that it is nearest for. nearest: int8 [blocks]."""
+    first, stop = needed(group, tokens)
+    tier = nearest[first:stop]
+    out: list[int] = (np.bincount(tier, minlength=tiers) * group.tokens_per_block).tolist()
+    if stop > first:  # the last block may be short
+        out[int(tier[-1])] -= max(0, stop * group.tokens_per_block - group.tokens)
+    return out
+
+
 def _prefix(group: GroupQuery, there: Bools) -> int:
     held = len(there) if every(there) else int(np.argmin(there))
     return min(held * group.tokens_per_block, group.tokens)

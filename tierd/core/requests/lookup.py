@@ -15,7 +15,7 @@ from tierd.core.arrays.sets import among, in_order, some
 from tierd.core.index.blocks import Names, words
 from tierd.core.index.index import Index
 from tierd.core.plan import Bools, GroupQuery, Ids
-from tierd.core.requests.groups import Span, check_groups, ends, needed
+from tierd.core.requests.groups import Span, check_groups, ends, needed, tier_tokens
 from tierd.core.space.planner import Where
 
 
@@ -64,12 +64,7 @@ class Sight:
 
     def tier_tokens(self, tokens: int) -> list[int]:
         """Per tier, tokens of the first group's needed blocks (its first rank) that it is nearest for."""
-        group, (first, stop) = self.groups[0], needed(self.groups[0], tokens)
-        tier = self.tier[0][0, first:stop]
-        out: list[int] = (np.bincount(tier, minlength=self.tiers) * group.tokens_per_block).tolist()
-        if stop > first:  # the last block may be short
-            out[int(tier[-1])] -= max(0, stop * group.tokens_per_block - group.tokens)
-        return out
+        return tier_tokens(self.groups[0], self.tier[0][0], tokens, tiers=self.tiers)
 
 
 def look(index: Index, groups: Sequence[GroupQuery], domain: int | None) -> Sight:

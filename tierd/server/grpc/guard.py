@@ -15,6 +15,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +23,21 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from tierd.call_context import InCall
 from tierd.clock import Clock
 from tierd.errors import InvalidArgument, NotPermitted, TierdError, Unsupported
 from tierd.metrics import Metrics
 from tierd.server.grpc.call_errors import abort, unless_over
 from tierd.server.grpc.caller import CALLER, Caller
 from tierd.server.grpc.credits import ENDLESS, Credits, Place
+from tierd.tracing import NO_SPAN, Tracing, exemplar_of
 
 log = structlog.get_logger(__name__)
 
 LONGEST_S = 3600.0
 """Limit of a call's time, even if its client asks for more."""
+SLOW_S = 0.001
+"""Slower calls leave an exemplar. For all calls it would cost 1 us each."""
 LOCAL = {f"/tierd.v1.Cache/{verb}" for verb in ("Acquire", "Release", "Reserve", "Commit", "Abort", "ReportAttention")}
 """Verbs that need a session of the client's own. The daemon's session for TCP never ends, so it
 would never release what they hold."""
@@ -61,6 +66,7 @@ class Outcome:
     """How a call ended: ok, or the error's name."""
 
     name: str = "ok"
+    step: Any = NO_SPAN
 
 
 Parse = Callable[[Any], Any]
@@ -96,6 +102,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         self._remote = remote
         self.admit_peer: Callable[[str], None] = lambda _: None
         """Called with the peer of each call that has the TCP credential. Raises Overloaded."""
+        self.tracing: Tracing | None = None
+        """Makes the spans of calls, if the daemon exports them."""
         self._counted: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     @property
@@ -172,25 +180,33 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
         """Takes a place for a local call. Raises Overloaded."""
         return self._credits.place(method, session)
 
-    def count(self, method: str, outcome: str, *, seconds: float) -> None:
-        """Counts a call that has ended."""
+    def traced(self, method: str, parent: str, *, call: str, session: int) -> AbstractContextManager[Any]:
+        """A span around a call. parent: its traceparent, or empty."""
+        if not parent or self.tracing is None:
+            return NO_SPAN
+        return self.tracing.call(method, parent, call=call, session=session)
+
+    def count(self, method: str, outcome: str, *, seconds: float, call: str, step: Any) -> None:
+        """Counts a call that has ended. Slow and traced ones leave an exemplar. step: the call's span."""
         found = self._counted.get((method, outcome))
         if found is None:  # cached: the labels take few values
             calls = self._metrics.calls.labels(method=method, outcome=outcome)
             found = self._counted[method, outcome] = calls, self._metrics.call_seconds.labels(method=method)
         found[0].inc()
-        found[1].observe(seconds)
+        found[1].observe(seconds, exemplar_of(step, call) if step or seconds >= SLOW_S else None)
 
     @contextlib.asynccontextmanager
     async def _guarded(self, arrival: Arrival, context: Any) -> AsyncIterator[Caller]:
         name = arrival.method.rpartition("/")[2]
         request = arrival.metadata.get("tierd-request", "")[:64] or secrets.token_hex(4)
-        with structlog.contextvars.bound_contextvars(request=request, call=name), self._timed(name) as outcome:
+        parent = arrival.metadata.get("traceparent", "")
+        with InCall(request, name), self._timed(name, request) as outcome:
             try:
                 with arrival.taken():
                     caller = self._admit(arrival.method, arrival.metadata, context, request)
                     CALLER.set(caller)
-                    yield caller
+                    with self.traced(name, parent, call=request, session=caller.session) as outcome.step:
+                        yield caller
             except (TierdError, TimeoutError) as error:
                 outcome.name = type(error).__name__
                 await abort(context, error)
@@ -202,16 +218,17 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in
                 log.exception("call failed")
                 with unless_over():
                     await context.abort(
-                        grpc.StatusCode.INTERNAL, f"internal fault, request {request}: see the daemon's log"
+                        grpc.StatusCode.INTERNAL, f"internal fault, call {request}: see the daemon's log"
                     )
 
     @contextlib.contextmanager
-    def _timed(self, method: str) -> Iterator[Outcome]:
+    def _timed(self, method: str, call: str) -> Iterator[Outcome]:
         outcome, begun = Outcome(), time.perf_counter()
         try:
             yield outcome
         finally:
-            self.count(method, outcome.name, seconds=time.perf_counter() - begun)
+            seconds = time.perf_counter() - begun
+            self.count(method, outcome.name, seconds=seconds, call=call, step=outcome.step)
 
     def _admit(self, method: str, metadata: dict[str, str], context: Any, request: str) -> Caller:
         session, tenant, is_admin = self._identify(metadata)

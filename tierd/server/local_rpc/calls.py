@@ -29,9 +29,9 @@ from typing import Any, TypeVar
 
 import structlog
 from google.protobuf.message import Message
-from structlog.contextvars import bind_contextvars
 
 from tierd._proto import cache_pb2 as pb
+from tierd.call_context import InCall
 from tierd.errors import GRPC_STATUS, InvalidArgument, Overloaded, TierdError, Unavailable
 from tierd.server.grpc.call_errors import DETAILS_LIMIT_CHARS, said_of
 from tierd.server.grpc.caller import CALLER, Caller
@@ -39,6 +39,7 @@ from tierd.server.grpc.guard import Guard, parsed
 from tierd.server.local_rpc.backlog import Backlog
 from tierd.server.local_rpc.line import Line
 from tierd.server.session.sessions import Session
+from tierd.tracing import NO_SPAN
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -173,12 +174,15 @@ class LocalRpcServer:
     async def _serve(self, raw: bytes, session: Session, line: Line) -> None:
         """Writes the reply to one message, or its error, and counts it."""
         begun, verb, outcome, request = time.perf_counter(), None, "ok", ""
+        step: Any = NO_SPAN
         try:
             ask = parsed(pb.Ask.FromString, raw)
             request = ask.request[:REQUEST_CHARS] or f"c{next(self._numbers):x}"
             verb = self._verb(ask.method)
             line.owes_more = ask.more
-            reply = await self._made(verb, ask, session, request, line)
+            span = self._guard.traced(verb.name, ask.traceparent, call=request, session=session.id)
+            with InCall(request, verb.name), span as step:
+                reply = await self._made(verb, ask, session, request, line)
             line.write(pb.Answer(message=reply.SerializeToString()).SerializeToString())
         except (TierdError, TimeoutError) as error:
             outcome = type(error).__name__
@@ -188,11 +192,12 @@ class LocalRpcServer:
             raise
         except Exception as error:
             outcome = type(error).__name__
-            log.exception("call failed")
-            details = f"internal fault, request {request}: see the daemon's log"
+            log.exception("call failed", call=request)
+            details = f"internal fault, call {request}: see the daemon's log"
             line.write(pb.Answer(status="INTERNAL", details=details).SerializeToString())
         finally:
-            self._guard.count(verb.name if verb else "Line", outcome, seconds=time.perf_counter() - begun)
+            seconds = time.perf_counter() - begun
+            self._guard.count(verb.name if verb else "Line", outcome, seconds=seconds, call=request, step=step)
             self._answered(session.id)
 
     def _verb(self, name: str) -> Verb:
@@ -202,7 +207,6 @@ class LocalRpcServer:
         return verb
 
     async def _made(self, verb: Verb, ask: pb.Ask, session: Session, request: str, line: Line) -> Message:
-        bind_contextvars(request=request, call=verb.name)
         who, deadline = session.identity, self._guard.deadline(ask.timeout_us / 1e6)
         caller = Caller(
             session.id,
