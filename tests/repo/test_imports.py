@@ -24,7 +24,8 @@ PARTS: dict[str, set[str]] = {
     "linux": {"errors", "failpoint"},
     "checksum": {"core", "errors"},
     "tcp": {"errors"},
-    "metrics": set(),
+    "http_server": set(),
+    "metrics": {"http_server"},
     "logs": set(),
     "tier_settings": {"core", "units"},
     "settings": {"core", "tier_settings", "units"},
@@ -55,6 +56,7 @@ PARTS: dict[str, set[str]] = {
     }
     | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
+    "page": {"core", "cache", "metrics", "_proto"} | EDGE,
     "server": {
         "core",
         "advisor",
@@ -62,6 +64,7 @@ PARTS: dict[str, set[str]] = {
         "store_codecs",
         "cache",
         "events",
+        "page",
         "tiers",
         "_proto",
         "tcp",

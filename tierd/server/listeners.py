@@ -23,6 +23,8 @@ from tierd import metrics, places
 from tierd.config import split_address
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.router_view import Names
+from tierd.page.app import App
+from tierd.page.view import Seen, Sources, View
 from tierd.server.assembly import Assembly
 from tierd.server.grpc.admin import About, AdminService, SessionRow
 from tierd.server.grpc.credits import Credits
@@ -91,6 +93,7 @@ class Listeners:
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self._notice_polling = NoticePolling(self.sessions.read_notices)
         cache.process_notices = self._process_notices
+        self._view: View | None = None
         guard = self._build_guard()
         self._lines = LocalRpcServer(self._service, guard=guard, answered=self._notice_polling.answered)
         self.directory = Path(server.runtime_dir)
@@ -130,6 +133,8 @@ class Listeners:
             self._unauthenticated.close()
         await asyncio.gather(self._lines.finish(timeout_s=0), self._rpc.stop(grace_s=0))
         self._gauges.stop()
+        if self._view:
+            self._view.stop()
         if self._metrics:
             await asyncio.to_thread(self._metrics.close)
         self.sessions.close()
@@ -164,6 +169,7 @@ class Listeners:
             calls=str(self.directory / places.SOCKET_NAME),
             tcp=tcp or "off",
             metrics=f"http://{metrics_at}/metrics" if metrics_at else "off",
+            page=f"http://{metrics_at}/" if metrics_at and self._view else "off",
         )
 
     def note_names(self, note: Callable[[Names], None]) -> None:
@@ -225,7 +231,24 @@ class Listeners:
             wear=self.wear,
             recorder=self._recorder,
         )
-        return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=daemon.config.server)
+        admin = AdminService(daemon.cache, about=about)
+        if daemon.config.server.page:
+            self._view = self._build_view(about, admin)
+        return Rpc(self._service, admin, guard=guard, limits=daemon.config.server)
+
+    def _build_view(self, about: About, admin: AdminService) -> View:
+        """The web page's view of the daemon."""
+        sources = Sources(
+            cache=self._daemon.cache,
+            version=about.version,
+            instance=about.instance,
+            started=about.started,
+            state=about.state,
+            notices=about.notices,
+            sessions=lambda: [Seen(row.id, row.engine, row.state, row.age_s) for row in self.rows()],
+            verbs={verb: getattr(admin, verb) for verb in ("Explain", "Ceiling") if hasattr(admin, verb)},
+        )
+        return View(sources)
 
     def _open_remote(self) -> str:
         """Opens the session for TCP. Returns the credential that its callers need."""
@@ -242,11 +265,15 @@ class Listeners:
     def _listen_metrics(self, address: str) -> metrics.Listener:
         host, port = split_address(address)
         try:
-            return metrics.Listener(self._daemon.metrics, host=host, port=port)
+            listener = metrics.Listener(self._daemon.metrics, host=host, port=port)
         except OSError as error:
             raise ConfigError(
                 f"server.metrics_listen: {address} cannot be bound ({error}); choose another port"
             ) from error
+        if self._view:
+            self._view.start()
+            listener.serve(App(self._view, metrics=listener.metrics_app, loop=asyncio.get_running_loop()))
+        return listener
 
     def _authenticate(self, token: str) -> tuple[int, str, bool]:
         session = self.sessions.authenticate(token)
