@@ -235,6 +235,10 @@ def _check_server(server: ServerConfig) -> None:
             )
     _check_listener("server.tcp_listen", server.tcp_listen)
     _check_listener("server.metrics_listen", server.metrics_listen)
+    if server.page and not server.metrics_listen:
+        _refuse(
+            "server.page", 'true, but server.metrics_listen is empty; set that to "127.0.0.1:9440", or page to false'
+        )
     if server.tcp_listen and not server.tcp_credential_file:
         _refuse(
             "server.tcp_credential_file",

@@ -8,15 +8,15 @@ methods and errors.
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
-from wsgiref.simple_server import WSGIRequestHandler
+from typing import Any, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from tierd.exposition import Scrapes, render_pieces
+from tierd.http_server import HttpServer
 
 SECONDS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds, seconds: from a call on a warm socket to the deadline."""
@@ -207,29 +207,21 @@ class Metrics:
         return Histogram(name, row.meaning, row.labels, buckets=SECONDS_BUCKETS, registry=self.registry)
 
 
-class Reader(WSGIRequestHandler):
-    """A metrics request: it has a thread, only for as long as the request takes."""
-
-    timeout = 5.0
-
-    def handle(self) -> None:
-        """Serves the request; a request that times out ends with its connection."""
-        with contextlib.suppress(TimeoutError):
-            super().handle()
-
-    def log_message(self, *_: object) -> None:
-        """Logs nothing for a request."""
-
-
 class Listener:
     """Serves /metrics in its own thread until `close`. Raises OSError if the address is taken.
     port: the one that it listens on; the system chooses it for port 0."""
 
     def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
-        self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
-        self._server.set_app(Scrapes(metrics.registry))
-        self._server.RequestHandlerClass = Reader
+        self.metrics_app: Any = Scrapes(metrics.registry)
+        self._server = HttpServer(host, port)
+        self._server.set_app(self.metrics_app)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.port: int = self._server.server_port
+
+    def serve(self, app: Any) -> None:
+        """Passes requests from now on to this WSGI application, /metrics too."""
+        self._server.set_app(app)
 
     def close(self) -> None:
         """Stops serving and waits for the thread."""

@@ -101,6 +101,11 @@ class ServerConfig:
         "", "File with the bearer credential that every call over TCP must carry.", unit="path"
     )
     metrics_listen: str = key("", "host:port of /metrics for Prometheus; loopback only. Empty: off.", unit="address")
+    page: bool = key(
+        False,
+        "Serve a web page of the daemon at / of metrics_listen. It shows every local process hits, misses and use of the "
+        "tiers, the first digits of hashes, and engines without tenants, names, models or tokens.",
+    )
     log_format: Literal["console", "json"] = key("console", "Log lines as text, or one JSON object a line.")
     log_level: Literal["debug", "info", "warning", "error"] = key("info", "The lowest level that is logged.", live=True)
     watch_queue_events: int = key(

@@ -25,7 +25,8 @@ PARTS: dict[str, set[str]] = {
     "checksum": {"core", "errors"},
     "tcp": {"errors"},
     "exposition": set(),
-    "metrics": {"exposition"},
+    "http_server": set(),
+    "metrics": {"exposition", "http_server"},
     "call_context": set(),
     "logs": {"call_context"},
     "tracing": {"call_context", "errors"},
@@ -60,6 +61,7 @@ PARTS: dict[str, set[str]] = {
     }
     | EDGE,
     "events": {"core", "cache", "_proto"} | EDGE,
+    "page": {"core", "cache", "metrics", "_proto"} | EDGE,
     "server": {
         "core",
         "advisor",
@@ -67,6 +69,7 @@ PARTS: dict[str, set[str]] = {
         "store_codecs",
         "cache",
         "events",
+        "page",
         "tiers",
         "_proto",
         "tcp",

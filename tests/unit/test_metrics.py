@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from tierd.metrics import METRICS, Listener, Metrics, Reader
+from tierd.http_server import Reader
+from tierd.metrics import METRICS, Listener, Metrics
 
 UNITS = {"counter": ("_total",), "histogram": ("_seconds",)}
 KINDS = {Counter: "counter", Gauge: "gauge", Histogram: "histogram"}

@@ -146,7 +146,8 @@ class Listing:
                 break
         fits = int(np.searchsorted(np.cumsum(pages_of.class_bytes(pages)), limit_bytes, side="right"))
         pages = pages[: max(1, fits)]
-        return PagesHeld(pages_of.extents(pages), pages_of.block[pages].astype(np.int64), pages_of.is_sealed(pages))
+        blocks, places = pages_of.block[pages].astype(np.int64), pages_of.place[pages].astype(np.int64)
+        return PagesHeld(pages_of.extents(pages), blocks, pages_of.is_sealed(pages), places)
 
     def quarantined(self, tier: int) -> StructArray:
         """QUARANTINED [n], the oldest first."""

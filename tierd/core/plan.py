@@ -408,16 +408,18 @@ class CoreStats:
 @dataclass(frozen=True, slots=True)
 class PagesHeld:
     """Readable pages of a tier in the order of their ids. extents: EXTENT [n]; blocks: int64 [n].
-    is_sealed: bool [n], only the daemon can write to the page, so a verification stays valid."""
+    is_sealed: bool [n], only the daemon can write to the page, so a verification stays valid.
+    places: int64 [n], the segment's place in the tier; empty if unknown."""
 
     extents: StructArray
     blocks: Ids
     is_sealed: Bools
+    places: Ids = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def at(self, row: int) -> PagesHeld:
         """One of them."""
         rows = slice(row, row + 1)
-        return PagesHeld(self.extents[rows], self.blocks[rows], self.is_sealed[rows])
+        return PagesHeld(self.extents[rows], self.blocks[rows], self.is_sealed[rows], self.places[rows])
 
 
 QUARANTINED = np.dtype([("extent", EXTENT), ("fault", "<u2"), ("since", "<f8")])

@@ -23,6 +23,8 @@ from tierd import metrics, places
 from tierd.config import ServerConfig, split_address
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.router_view import Names
+from tierd.page.app import App
+from tierd.page.view import Seen, Sources, View
 from tierd.server.assembly import Assembly
 from tierd.server.grpc.admin import About, AdminService, SessionRow
 from tierd.server.grpc.credits import Credits
@@ -93,6 +95,7 @@ class Listeners:
         self.sessions = Sessions(calls, session_limit=server.session_limit)
         self._notice_polling = NoticePolling(self.sessions.read_notices)
         cache.process_notices = self._process_notices
+        self._view: View | None = None
         self._guard = guard = self._build_guard()
         self.live = LiveSettings(daemon, self._apply_settings)
         if endpoint := daemon.config.telemetry.otlp_endpoint:
@@ -136,6 +139,8 @@ class Listeners:
             self._unauthenticated.close()
         await asyncio.gather(self._lines.finish(timeout_s=0), self._rpc.stop(grace_s=0))
         self._gauges.stop()
+        if self._view:
+            self._view.stop()
         if self._metrics:
             await asyncio.to_thread(self._metrics.close)
         if self._tracing:
@@ -172,6 +177,7 @@ class Listeners:
             calls=str(self.directory / places.SOCKET_NAME),
             tcp=tcp or "off",
             metrics=f"http://{metrics_at}/metrics" if metrics_at else "off",
+            page=f"http://{metrics_at}/" if metrics_at and self._view else "off",
         )
 
     def note_names(self, note: Callable[[Names], None]) -> None:
@@ -234,7 +240,24 @@ class Listeners:
             recorder=self._recorder,
             live=self.live,
         )
-        return Rpc(self._service, AdminService(daemon.cache, about=about), guard=guard, limits=daemon.config.server)
+        admin = AdminService(daemon.cache, about=about)
+        if daemon.config.server.page:
+            self._view = self._build_view(about, admin)
+        return Rpc(self._service, admin, guard=guard, limits=daemon.config.server)
+
+    def _build_view(self, about: About, admin: AdminService) -> View:
+        """The web page's view of the daemon."""
+        sources = Sources(
+            cache=self._daemon.cache,
+            version=about.version,
+            instance=about.instance,
+            started=about.started,
+            state=about.state,
+            notices=about.notices,
+            sessions=lambda: [Seen(row.id, row.engine, row.state, row.age_s) for row in self.rows()],
+            verbs={verb: getattr(admin, verb) for verb in ("Explain", "Ceiling") if hasattr(admin, verb)},
+        )
+        return View(sources)
 
     def _apply_settings(self, server: ServerConfig) -> None:
         """Takes over settings that changed; sessions learn of other credits when they connect."""
@@ -258,11 +281,15 @@ class Listeners:
     def _listen_metrics(self, address: str) -> metrics.Listener:
         host, port = split_address(address)
         try:
-            return metrics.Listener(self._daemon.metrics, host=host, port=port)
+            listener = metrics.Listener(self._daemon.metrics, host=host, port=port)
         except OSError as error:
             raise ConfigError(
                 f"server.metrics_listen: {address} cannot be bound ({error}); choose another port"
             ) from error
+        if self._view:
+            self._view.start()
+            listener.serve(App(self._view, metrics=listener.metrics_app, loop=asyncio.get_running_loop()))
+        return listener
 
     def _authenticate(self, token: str) -> tuple[int, str, bool]:
         session = self.sessions.authenticate(token)

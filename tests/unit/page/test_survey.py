@@ -1,0 +1,111 @@
+"""The walks over the pages, on a real core with memory and a store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.cache.world import BLOCK_BYTES, SOON_S, TOKENS, World, opened
+from tierd.core.core import Core
+from tierd.core.formats.model import Durability
+from tierd.core.plan import PagesHeld
+from tierd.page import survey
+from tierd.page.survey import Survey
+from tierd.testing import chain
+
+NAMES = chain(1, 48)
+
+
+async def walked(world: World) -> dict[str, Any]:
+    found = Survey(world.cache)
+    await found.walk()
+    assert found.number == 1
+    return dict(json.loads(found.found))
+
+
+async def test_every_page_is_in_its_square() -> None:
+    """The squares of a tier hold each of its pages once, at the page's bytes in the tier."""
+    async with opened() as world:
+        await world.put(NAMES, durability=Durability.DURABLE)
+        found = await walked(world)
+        for position, name in enumerate(("host.0", "nvme.0")):
+            held = world.cache.core.pages_held(position, after=-1, limit_bytes=1 << 40)
+            spec, squares = world.cache.tiers[position].spec, found["tiers"][name]
+            slots = {segment.segment: segment.slot for segment in world.cache.core.segments(position)}
+            begins = [slots[int(e["segment"])] * spec.segment_bytes + int(e["offset"]) for e in held.extents]
+            expected = np.bincount([at * 960 // spec.capacity_bytes for at in begins], minlength=960)
+            assert squares["pages"] == expected.tolist()
+            assert sum(squares["bytes"]) == len(NAMES) * BLOCK_BYTES
+
+
+async def test_squares_tell_hits_and_age() -> None:
+    """A square's hits and age are those of its pages; used ones are younger than others."""
+    async with opened() as world:
+        await world.put(NAMES)
+        blocks = world.cache.core.pages_held(0, after=-1, limit_bytes=1 << 40).blocks
+        reply = await world.acquire(NAMES[:1])
+        world.cache.release(world.session, [reply.lease])
+        found = (await walked(world))["tiers"]["host.0"]
+        hits = np.array(found["hits"]) * np.array(found["pages"])
+        assert hits.sum() == pytest.approx(world.cache.core.column("hits", blocks).sum(), abs=1)
+        assert max(found["age_s"]) <= SOON_S
+
+
+async def test_a_block_counts_once_at_its_depth() -> None:
+    """Reuse by depth counts a block of several tiers once, at the tokens before it in its prompt."""
+    async with opened() as world:
+        await world.put(NAMES, durability=Durability.DURABLE)
+        reply = await world.acquire(NAMES)
+        world.cache.release(world.session, [reply.lease])
+        depths = (await walked(world))["depths"]
+        per = 512 // TOKENS
+        assert [row[:3] for row in depths[:2]] == [[0, 512, per], [512, 1024, len(NAMES) - per]]
+        assert sum(row[2] for row in depths) == len(NAMES)
+        assert sum(row[3] for row in depths) == len(NAMES)
+        assert depths[-1][:2] == [1 << 20, 0]
+
+
+async def test_a_walk_sleeps_99_times_as_long_as_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each step the walk leaves the loop to others, in proportion to the step."""
+    asked, pauses, now = list[int](), list[float](), [0.0]
+
+    def pages(core: Core, tier: int, *, after: int, limit_bytes: int) -> PagesHeld:
+        asked.append(after)
+        now[0] += 0.002
+        return held(core, tier, after=after, limit_bytes=16 * BLOCK_BYTES)
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    async with opened() as world:
+        await world.put(NAMES)
+        held = Core.pages_held
+        monkeypatch.setattr(Core, "pages_held", pages)
+        monkeypatch.setattr(survey.time, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(survey.asyncio, "sleep", sleep)
+        found = Survey(world.cache)
+        await found.walk()
+        monkeypatch.undo()
+    assert len(asked) == 3 + 2  # three pieces of memory, and the ends of both tiers
+    assert pauses == pytest.approx([0.198] * 3)
+
+
+async def test_nobody_looks_so_nobody_walks() -> None:
+    """A walk runs only after somebody asked, and once for all who asked meanwhile."""
+    async with opened() as world:
+        found = Survey(world.cache)
+        running = asyncio.create_task(found.run())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert found.number == 0
+        found.want()
+        found.want()
+        async with asyncio.timeout(SOON_S):
+            while not found.number:  # noqa: ASYNC110  # has no event
+                await asyncio.sleep(0)
+        assert not found._wanted.is_set()
+        running.cancel()
