@@ -278,11 +278,13 @@ class Flights:
         )
 
     def _announce_freed(self, plan: Plan, session: int, wanted: bytes) -> None:
-        gone, need = picked(plan.freed, true_rows(plan.freed["was_ready"])), Reason.NONE
-        if len(plan.transfers):
-            need = Reason(plan.transfers["reason"][0])
-            wanted = self._core.names(plan.transfers["block"][:1])["hash"].tobytes()
-        self._decisions.lost(gone, session=session, wanted=wanted, need=need)
+        gone = picked(plan.freed, true_rows(plan.freed["was_ready"]))
+        if len(lost := self._decisions.losses_of(gone)):
+            need = Reason.NONE
+            if len(plan.transfers):
+                need = Reason(plan.transfers["reason"][0])
+                wanted = self._core.names(plan.transfers["block"][:1])["hash"].tobytes()
+            self._decisions.lost(lost, session=session, wanted=wanted, need=need)
         for rows in runs(gone["extent"]["tier"], gone["namespace"], gone["reason"]):
             first = gone[rows[0]]
             tier, name = int(first["extent"]["tier"]), Reason(first["reason"]).name.lower()

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from tierd.core.arrays.sets import true_rows
-from tierd.core.formats.model import HASH_BYTES, Reason, StructArray
-from tierd.core.plan import Acquisition, GroupQuery, Ids, LookupResult, Served
+from tierd.core.formats.meta import picked
+from tierd.core.formats.model import FREED, HASH_BYTES, Reason, StructArray
+from tierd.core.plan import NONE_FREED, Acquisition, GroupQuery, Ids, LookupResult, Served
 from tierd.decisions.causes import LOSSES
 
 REQUEST_BYTES = 64
@@ -26,20 +27,15 @@ NO_HASH = bytes(HASH_BYTES)
 LOSS = np.dtype(
     [
         ("time", "<f8"),
-        ("idle_s", "<f4"),
-        ("namespace", "<u4"),
-        ("hash", "u1", (HASH_BYTES,)),
-        ("tier", "u1"),
-        ("reason", "u1"),  # Reason.
-        ("declined", "u1"),  # Verdict.
-        ("rank", "<u4"),  # Among the candidates, from 1, the coldest; 0: not by rank.
-        ("candidates", "<u4"),
-        ("need", "u1"),  # Reason of the transfer that needed the room; NONE: a put, or no one.
-        ("session", "<u8"),  # That needed the room; 0: none.
+        ("session", "<u8"),  # Whose request needed the room; 0: none's. With `need` and `wanted` of evictions.
+        ("need", "u1"),  # Reason of the transfer that got the room; NONE: a put, or no one.
         ("wanted", "u1", (HASH_BYTES,)),  # The first block that got the room; zeros: unknown.
+        ("freed", FREED),
     ]
 )
 """A tier lost a block."""
+_CAUSE = struct.Struct(f"<dQB{HASH_BYTES}s")
+"""LOSS without the block."""
 
 
 class Kind(enum.IntEnum):
@@ -93,6 +89,7 @@ class Ring:
 
     def __init__(self, dtype: np.dtype[np.void], limit: int) -> None:
         self.rows = np.zeros(limit, dtype)
+        self._raw = self.rows.view(np.uint8).reshape(limit, dtype.itemsize)
         self.written = 0
 
     @property
@@ -111,14 +108,17 @@ class Ring:
         self.written += 1
         return at
 
-    def extend(self, rows: StructArray) -> None:
-        """Adds rows; of more than fit the last."""
-        kept = rows[-len(self.rows) :]
-        at = (self.written + len(rows) - len(kept)) % len(self.rows)
-        first = min(len(kept), len(self.rows) - at)
-        self.rows[at : at + first] = kept[:first]
-        self.rows[: len(kept) - first] = kept[first:]
-        self.written += len(rows)
+    def extend(self, first: bytes, records: StructArray) -> None:
+        """Adds rows that begin with the same bytes, each followed by a record; of more than fit the
+        last."""
+        kept = records[-len(self.rows) :]
+        raw, size = np.ascontiguousarray(kept).view(np.uint8).reshape(len(kept), -1), len(first)
+        at = (self.written + len(records) - len(kept)) % len(self.rows)
+        until = min(len(kept), len(self.rows) - at)
+        for place, part in ((at, raw[:until]), (0, raw[until:])):
+            rows = self._raw[place : place + len(part)]
+            rows[:, :size], rows[:, size:] = np.frombuffer(first, np.uint8), part
+        self.written += len(records)
 
     def newest_first(self, rows: Ids) -> Ids:
         """These places, the newest row first."""
@@ -139,10 +139,11 @@ class Decisions:
         self._started = now()
         self._row = struct.Struct(f"<3dfQ2I2B2Q{REQUEST_BYTES}s{HASH_BYTES}s{tiers}Q")
         assert self._row.size == self.requests.rows.itemsize, "the struct is the dtype's"
+        assert _CAUSE.size + FREED.itemsize == LOSS.itemsize, "the struct is the dtype's"
         self._place = self.requests.rows.view(np.uint8).data if limit else memoryview(b"")
         self._nothing = (0,) * tiers
         self._is_loss = np.zeros(max(Reason) + 1, bool)
-        self._is_loss[[int(reason) for reason in LOSSES]] = True
+        self._is_loss[list(LOSSES)] = True
 
     @property
     def nbytes(self) -> int:
@@ -209,17 +210,11 @@ class Decisions:
 
     # -- lost blocks
 
-    def lost(self, freed: StructArray, *, session: int, wanted: bytes, need: Reason) -> None:
-        """Pages of blocks that have become free, FREED [n]. session: whose request needed the room,
-        0: none's. wanted: the first block that got it. need: why it was transferred there."""
-        rows = true_rows(self._is_loss[freed["reason"]])
-        if not self._limit or len(rows) == 0:
-            return
-        now, gone, out = self._now(), freed[rows], np.zeros(len(rows), LOSS)
-        for name in ("namespace", "hash", "reason", "declined", "rank", "candidates"):
-            out[name] = gone[name]
-        out["time"], out["idle_s"], out["tier"] = now, now - gone["last_used"], gone["extent"]["tier"]
-        for_room = true_rows(gone["reason"] == int(Reason.EVICTED))
-        out["need"][for_room], out["session"][for_room] = int(need), session
-        out["wanted"][for_room] = np.frombuffer(wanted or NO_HASH, np.uint8)
-        self.losses.extend(out)
+    def losses_of(self, freed: StructArray) -> StructArray:
+        """Those of pages of blocks, FREED [n], that are recorded when they become free."""
+        return picked(freed, true_rows(self._is_loss.take(freed["reason"]))) if self._limit else NONE_FREED
+
+    def lost(self, losses: StructArray, *, session: int, wanted: bytes, need: Reason) -> None:
+        """Records `losses_of`. session: whose request needed the room, 0: none's. wanted: the first
+        block that got it. need: why it was transferred there."""
+        self.losses.extend(_CAUSE.pack(self._now(), session, need, wanted), losses)

@@ -98,7 +98,7 @@ class Explaining:
             held.extend(self._core.names(self._core.find_by_prefix(prefix, of=ids))[: MATCHES + 1])
             await asyncio.sleep(0)
         missed = requests[_begin_with(requests["missing"], prefix) & (requests["miss"] > 0)]
-        lost = self._record.losses.held
+        lost = self._record.losses.held["freed"]
         lost = lost[_begin_with(lost["hash"], prefix)]
         found = {(int(row["namespace"]), row["hash"].tobytes()) for row in (*held, *lost)}
         found |= {(int(row["namespace"]), row["missing"].tobytes()) for row in missed}
@@ -158,14 +158,14 @@ class Explaining:
 
     def _loss(self, row: Row) -> pb.Cause:
         """A row of LOSS as a cause."""
-        reason, verdict, spec = Reason(row["reason"]), Verdict(row["declined"]), self._cache.tiers[row["tier"]].spec
-        cause, facts = LOSSES[reason], {"idle_s": f"{row['idle_s']:.3f}"}
-        text = MEANINGS[cause]
-        if reason is Reason.EVICTED:
-            facts |= {"policy": spec.eviction, "rank": str(row["rank"]), "candidates": str(row["candidates"])}
-            text = f"{spec.name} evicted it, unused for {row['idle_s']:.3g} s, by {spec.eviction}"
-            if row["rank"]:
-                text += f" as number {row['rank']:,} of {row['candidates']:,} that could go, the coldest first"
+        page, spec = row["freed"], self._cache.tiers[row["freed"]["extent"]["tier"]].spec
+        cause, idle_s = LOSSES[Reason(page["reason"])], float(row["time"] - page["last_used"])
+        text, facts = MEANINGS[cause], {"idle_s": f"{idle_s:.3f}"}
+        if cause is Cause.EVICTED:
+            facts |= {"policy": spec.eviction, "rank": str(page["rank"]), "candidates": str(page["candidates"])}
+            text = f"{spec.name} evicted it, unused for {idle_s:.3g} s, by {spec.eviction}"
+            if page["rank"]:
+                text += f" as number {page['rank']:,} of {page['candidates']:,} that could go, the coldest first"
             else:
                 text += " with all blocks of its segment"
             if row["session"] or row["wanted"].any():
@@ -173,6 +173,7 @@ class Explaining:
                 facts["session"] = str(row["session"])
                 text += f", for {_wanted(row)}"
             text += "."
+            verdict = Verdict(page["declined"])
             if verdict in DECLINED:
                 cause = Cause.NOT_ADMITTED
                 facts["declined"] = verdict.name.lower()
@@ -183,9 +184,10 @@ class Explaining:
     def _losses(self, hashes: Bytes) -> Losses:
         """The losses of blocks with these hashes, uint8 [n, 32]."""
         ring, found = self._record.losses, dict[tuple[int, bytes], list[Row]]()
-        rows = true_rows(np.isin(_heads(ring.held["hash"]), _heads(hashes)))
+        rows = true_rows(np.isin(_heads(ring.held["freed"]["hash"]), _heads(hashes)))
         for row in ring.rows[ring.newest_first(rows)]:
-            found.setdefault((int(row["namespace"]), row["hash"].tobytes()), []).append(row)
+            page = row["freed"]
+            found.setdefault((int(page["namespace"]), page["hash"].tobytes()), []).append(row)
         return found
 
     # -- requests
@@ -232,7 +234,7 @@ class Explaining:
             return self._absent(sought, losses)
         cause = {Miss.BUSY: Cause.BUSY, Miss.NO_ROOM: Cause.NO_ROOM, Miss.FAILED: Cause.READ_FAILED}[miss]
         its = losses.get((sought.namespace, sought.hash), ())
-        bad = (one for one in its if one["reason"] == Reason.CORRUPTED)
+        bad = (one for one in its if one["freed"]["reason"] == Reason.CORRUPTED)
         if miss is Miss.FAILED and any(0 <= sought.at - one["time"] < RETRIED_S for one in bad):
             cause = Cause.CORRUPT
         return pb.Cause(cause=cause, text=MEANINGS[cause], ago_s=-1, hash=sought.hash, namespace=sought.namespace)
