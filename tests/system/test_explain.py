@@ -299,7 +299,7 @@ def no_room(tmp_path: Path) -> Iterator[Any]:
 def slower_than_computing(tmp_path: Path) -> Iterator[Any]:
     with world(tmp_path) as its:
         its.client.lookup(Group(its.space, its.space.hash(PROMPT + [1] * SIZE), request="request-7"))
-        its.client.note_computed("request-7", len(PROMPT), load_s=0.012, compute_s=0.005)
+        its.client.note_computed("request-7", len(PROMPT), times=(0.012, 0.005))
         its.client.lookup(Group(its.space, its.space.hash([1] * SIZE), request="request-8"))
         found = its.request()
         assert (found["kind"], found["model"], found["tokens_missed"]) == ("computed", "llama", len(PROMPT))

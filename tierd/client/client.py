@@ -111,10 +111,15 @@ class Face(Bound):
             text(f"engine: {key!r:.80}", value)
         self._connector.introduce(engine)
 
-    def note_computed(self, request: str, tokens: int, *, load_s: float, compute_s: float) -> None:
-        """Tells operators, with the next lookup, that you computed tokens that a lookup had found,
-        since loading them was expected to take longer. request: as in `Group`."""
-        self._verbs.note_computed(request, tokens, load_s, compute_s)
+    def note_computed(self, request: str, tokens: int, *, times: tuple[float, float]) -> None:
+        """Tells operators, with the next lookup, that you compute tokens that a lookup has found.
+
+        Args:
+            request: Your id of the request, as in `Group`.
+            tokens: How many are computed.
+            times: Seconds that you expected of loading and of computing what was found.
+        """
+        self._verbs.note_computed(request, tokens, times)
 
     def _reservation(self, hold: Any, handles: StructArray) -> Any:
         raise NotImplementedError

@@ -40,7 +40,6 @@ from tierd.client.values import (
     PutResult,
     Target,
 )
-from tierd.core.formats.block import whole
 from tierd.core.formats.model import BlockStatus, StructArray
 from tierd.errors import DeadlineExceeded, NotFound, Overloaded, SessionLost, StaleHandle, Unavailable
 
@@ -63,11 +62,9 @@ class Asking(Links):
         self.shrunk = self._best_effort.shrunk
         self._computed: deque[pb.Computed] = deque(maxlen=COMPUTED_LIMIT)
 
-    def note_computed(self, request: str, tokens: int, load_s: float, compute_s: float) -> None:
+    def note_computed(self, request: str, tokens: int, times: tuple[float, float]) -> None:
         """Keeps an engine's decision until the next lookup sends it. Raises InvalidArgument."""
-        tokens = whole("tokens", tokens, (1 << 63) - 1, remedy="count the tokens that are computed")
-        name = requests.request_id(request)
-        self._computed.append(pb.Computed(request=name, tokens=tokens, load_s=load_s, compute_s=compute_s))
+        self._computed.append(requests.computed_message(request, tokens, times))
 
     def _take_computed(self) -> list[pb.Computed]:
         taken = list[pb.Computed]()

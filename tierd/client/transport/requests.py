@@ -205,6 +205,18 @@ def request_id(given: str) -> bytes:
     return text("request", given).encode(errors="replace")[:REQUEST_BYTES]
 
 
+def computed_message(request: str, tokens: int, times: tuple[float, float]) -> pb.Computed:
+    """An engine's decision to compute. times: of loading and computing. Raises InvalidArgument."""
+    count = whole("tokens", tokens, (1 << 63) - 1, remedy="count the tokens that are computed")
+    try:
+        load_s, compute_s = map(float, times)
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"times: {times!r:.80} are no two numbers; give seconds of loading, of computing"
+        ) from None
+    return pb.Computed(request=request_id(request), tokens=count, load_s=load_s, compute_s=compute_s)
+
+
 def put_lengths(group: PutGroup) -> NDArray[np.uint32]:
     """Bytes of each block. Raises InvalidArgument."""
     covered = group.namespace.block_tokens(len(group.hashes), tokens=group.tokens)

@@ -196,7 +196,10 @@ class Explaining:
         ring = self._record.requests
         wanted = np.ones(len(ring.held), bool)
         if request.request:
-            wanted &= ring.held["request"] == request.request.encode()[:REQUEST_BYTES]
+            names, name = ring.held["request"], request.request.encode()[:REQUEST_BYTES]
+            is_its = names == name
+            # vLLM adds a suffix to the id that its API shows.
+            wanted &= is_its if is_its.any() else names.astype(f"S{len(name)}") == name
         if request.misses:
             wanted &= ring.held["miss"] > 0
         rows = ring.rows[ring.newest_first(true_rows(wanted))[: min(request.last or LAST_LIMIT, LAST_LIMIT)]]
