@@ -115,6 +115,13 @@ class ServerConfig:
         least=1,
         most=10**7,
     )
+    decisions: int = key(
+        100000,
+        "Requests and lost blocks that `tierctl explain` remembers, so many of each: about 300 bytes for both. 0: none.",
+        unit="decisions",
+        least=0,
+        most=10**7,
+    )
 
 
 @dataclass(frozen=True, config=CLOSED)

@@ -46,9 +46,11 @@ PARTS: dict[str, set[str]] = {
     "loads_by_layer": {"core", "tiers", "checksum"} | EDGE,
     "mover": {"core", "store_codecs", "encoded_copies", "loads_by_layer", "tiers", "tracing", "checksum"} | EDGE,
     "advisor": set(),
+    "decisions": {"core"},
     "cache": {
         "core",
         "advisor",
+        "decisions",
         "store_codecs",
         "policies",
         "mover",
@@ -68,6 +70,7 @@ PARTS: dict[str, set[str]] = {
         "codecs",
         "store_codecs",
         "cache",
+        "decisions",
         "events",
         "page",
         "tiers",
@@ -103,6 +106,7 @@ BUILDERS: dict[str, set[str]] = {
     "server/operators/learned.py": {"policies"},  # it stores the state of the reuse learner
     "cli/daemon.py": {"server", "logs"},
     "cli/configuration.py": {"server", "settings"},  # it checks a file as a daemon would
+    "cli/explain.py": {"decisions"},  # the names of causes
     "cli/leftovers.py": {"server", "tiers"},
     "cli/fsck.py": {"server", "tiers"},  # it reads a daemon's files while none runs
     # Paged caches are tables of the worker's pages under the paged kernel.

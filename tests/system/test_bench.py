@@ -71,6 +71,7 @@ ROWS = {
     "daemon_start": {"daemon_start_100k"},
     "recording": {"record_acquire_32", "record_acquire_256"},
     "scrape": {"scrape_loop", "scrape_piece", "scrape_gets"},
+    "decisions": {f"decisions_{verb}_{blocks}" for verb in ("get", "put") for blocks in (1, 32)},
 }
 SHORT = ("data_plane", "one_block")
 """`make test` runs these. Every other suite takes some seconds even at its tiny size."""

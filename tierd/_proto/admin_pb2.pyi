@@ -627,25 +627,23 @@ class WearReply(_message.Message):
     def __init__(self, stores: _Optional[_Iterable[_Union[StoreWear, _Mapping]]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("block", "request", "hashes", "namespace", "has_namespace", "last", "misses")
+    __slots__ = ("block", "request", "hashes", "namespace", "last", "misses")
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    HAS_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
     block: str
     request: str
-    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    hashes: bytes
     namespace: int
-    has_namespace: bool
     last: int
     misses: bool
-    def __init__(self, block: _Optional[str] = ..., request: _Optional[str] = ..., hashes: _Optional[_Iterable[bytes]] = ..., namespace: _Optional[int] = ..., has_namespace: bool = ..., last: _Optional[int] = ..., misses: bool = ...) -> None: ...
+    def __init__(self, block: _Optional[str] = ..., request: _Optional[str] = ..., hashes: _Optional[bytes] = ..., namespace: _Optional[int] = ..., last: _Optional[int] = ..., misses: bool = ...) -> None: ...
 
 class Cause(_message.Message):
-    __slots__ = ("cause", "text", "hash", "ago_s", "tier", "facts")
+    __slots__ = ("cause", "text", "hash", "ago_s", "tier", "facts", "namespace")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -659,16 +657,18 @@ class Cause(_message.Message):
     AGO_S_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     cause: str
     text: str
     hash: bytes
     ago_s: float
     tier: str
     facts: _containers.ScalarMap[str, str]
-    def __init__(self, cause: _Optional[str] = ..., text: _Optional[str] = ..., hash: _Optional[bytes] = ..., ago_s: _Optional[float] = ..., tier: _Optional[str] = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    namespace: int
+    def __init__(self, cause: _Optional[str] = ..., text: _Optional[str] = ..., hash: _Optional[bytes] = ..., ago_s: _Optional[float] = ..., tier: _Optional[str] = ..., facts: _Optional[_Mapping[str, str]] = ..., namespace: _Optional[int] = ...) -> None: ...
 
 class RequestDecision(_message.Message):
-    __slots__ = ("ago_s", "request", "session", "kind", "namespace", "model", "tokens_asked", "tokens_missed", "tier_tokens", "waited_s", "cause")
+    __slots__ = ("ago_s", "request", "session", "kind", "namespace", "model", "tokens_asked", "tokens_missed", "tier_tokens", "waited_s", "cause", "times")
     class TierTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -687,6 +687,7 @@ class RequestDecision(_message.Message):
     TIER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     ago_s: float
     request: str
     session: int
@@ -698,7 +699,8 @@ class RequestDecision(_message.Message):
     tier_tokens: _containers.ScalarMap[str, int]
     waited_s: float
     cause: Cause
-    def __init__(self, ago_s: _Optional[float] = ..., request: _Optional[str] = ..., session: _Optional[int] = ..., kind: _Optional[str] = ..., namespace: _Optional[int] = ..., model: _Optional[str] = ..., tokens_asked: _Optional[int] = ..., tokens_missed: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., waited_s: _Optional[float] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
+    times: int
+    def __init__(self, ago_s: _Optional[float] = ..., request: _Optional[str] = ..., session: _Optional[int] = ..., kind: _Optional[str] = ..., namespace: _Optional[int] = ..., model: _Optional[str] = ..., tokens_asked: _Optional[int] = ..., tokens_missed: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., waited_s: _Optional[float] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., times: _Optional[int] = ...) -> None: ...
 
 class ExplainReply(_message.Message):
     __slots__ = ("requests", "blocks", "decisions", "bytes", "since_s")

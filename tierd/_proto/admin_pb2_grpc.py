@@ -139,6 +139,11 @@ class AdminStub(object):
                 request_serializer=tierd_dot_v1_dot_admin__pb2.SetRequest.SerializeToString,
                 response_deserializer=tierd_dot_v1_dot_admin__pb2.SetReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/tierd.v1.Admin/Explain',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -282,6 +287,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Tells why requests hit or missed, and what became of blocks, from a bounded record of decisions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -389,6 +401,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Set,
                     request_deserializer=tierd_dot_v1_dot_admin__pb2.SetRequest.FromString,
                     response_serializer=tierd_dot_v1_dot_admin__pb2.SetReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -958,6 +975,33 @@ class Admin(object):
             '/tierd.v1.Admin/Set',
             tierd_dot_v1_dot_admin__pb2.SetRequest.SerializeToString,
             tierd_dot_v1_dot_admin__pb2.SetReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/Explain',
+            tierd_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -123,7 +123,7 @@ class OpenNamespaceReply(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., digest: _Optional[bytes] = ..., epoch: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., batch_blocks: _Optional[int] = ..., share_bytes: _Optional[int] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("namespace", "ranks", "hashes", "tokens_per_block", "tokens", "need", "need_tokens", "digest", "error_limit")
+    __slots__ = ("namespace", "ranks", "hashes", "tokens_per_block", "tokens", "need", "need_tokens", "digest", "error_limit", "request")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class Group(_message.Message):
     NEED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ERROR_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
     hashes: bytes
@@ -142,15 +143,30 @@ class Group(_message.Message):
     need_tokens: int
     digest: bytes
     error_limit: float
-    def __init__(self, namespace: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., tokens_per_block: _Optional[int] = ..., tokens: _Optional[int] = ..., need: _Optional[_Union[Need, str]] = ..., need_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., error_limit: _Optional[float] = ...) -> None: ...
+    request: bytes
+    def __init__(self, namespace: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., tokens_per_block: _Optional[int] = ..., tokens: _Optional[int] = ..., need: _Optional[_Union[Need, str]] = ..., need_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., error_limit: _Optional[float] = ..., request: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("groups", "intent")
+    __slots__ = ("groups", "intent", "computed")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     INTENT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     intent: Intent
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., intent: _Optional[_Union[Intent, str]] = ...) -> None: ...
+    computed: _containers.RepeatedCompositeFieldContainer[Computed]
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., intent: _Optional[_Union[Intent, str]] = ..., computed: _Optional[_Iterable[_Union[Computed, _Mapping]]] = ...) -> None: ...
+
+class Computed(_message.Message):
+    __slots__ = ("request", "tokens", "load_s", "compute_s")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    request: bytes
+    tokens: int
+    load_s: float
+    compute_s: float
+    def __init__(self, request: _Optional[bytes] = ..., tokens: _Optional[int] = ..., load_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("tokens", "tier_of", "tier_tokens", "paces", "prefetch")

@@ -52,6 +52,7 @@ class Flights:
     def __init__(self, parts: Parts, directories: Directories) -> None:
         self._core, self._tiers, self._mover = parts.core, parts.tiers, parts.mover
         self._clock, self._events, self._metrics = parts.clock, parts.events, parts.metrics
+        self._decisions = parts.decisions
         self._layers_of, self._directories = parts.registry.layers_of, directories
         self._limits = parts.limits
         # Without admission in a replay, results do not depend on the disk's speed.
@@ -76,9 +77,9 @@ class Flights:
         self.failed = 0
         """Finished transfers that did not succeed."""
 
-    def start(self, plan: Plan, *, session: int = 0, by_layer: bool = False) -> None:
-        """Applies a plan to the tiers and starts its transfers. session: asked for them; 0: none.
-        by_layer: its client waits for each layer."""
+    def start(self, plan: Plan, *, session: int = 0, by_layer: bool = False, wanted: bytes = b"") -> None:
+        """Applies a plan to the tiers and starts its transfers. session: asked for it; 0: none.
+        by_layer: its client waits for each layer. wanted: the first block that is put."""
         if plan.is_empty:
             return
         for tier in self._tiers:
@@ -87,7 +88,8 @@ class Flights:
         self.prefetches.free(plan.freed)
         for segment in plan.segments:
             self._prepare(segment)
-        self._announce_freed(plan.freed)
+        if len(plan.freed):
+            self._announce_freed(plan, session, wanted)
         if not len(plan.transfers):
             return
         if by_layer:
@@ -279,10 +281,14 @@ class Flights:
             (error for tier in tiers if is_stored(tier) and (error := tier.health().last_error)), ""
         )
 
-    def _announce_freed(self, freed: StructArray) -> None:
-        if not len(freed):
-            return
-        gone = picked(freed, true_rows(freed["was_ready"]))
+    def _announce_freed(self, plan: Plan, session: int, wanted: bytes) -> None:
+        gone = picked(plan.freed, true_rows(plan.freed["was_ready"]))
+        if len(lost := self._decisions.losses_of(gone)):
+            need = Reason.NONE
+            if len(plan.transfers):
+                need = Reason(plan.transfers["reason"][0])
+                wanted = self._core.names(plan.transfers["block"][:1])["hash"].tobytes()
+            self._decisions.lost(lost, session=session, wanted=wanted, need=need)
         for rows in runs(gone["extent"]["tier"], gone["namespace"], gone["reason"]):
             first = gone[rows[0]]
             tier, name = int(first["extent"]["tier"]), Reason(first["reason"]).name.lower()

@@ -61,6 +61,7 @@ class Gets(Sessions):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
+        self._decisions = parts.decisions
         self._settling: set[asyncio.Task[None]] = set()
         self.flights.prefetches.let_go = lambda session, lease: self.release(session, [lease])
         self._prefetcher = Prefetcher(
@@ -77,6 +78,7 @@ class Gets(Sessions):
         self._check_groups(session, groups)
         found = self.core.lookup(groups, now=self.clock.now())
         count_looked_up(self.parts, groups=groups, found=found)
+        self._decisions.looked_up(session, groups, found)
         will_load = intent is Intent.LOAD or (intent is Intent.DEFAULT and self.parts.limits.prefetch_on_lookup)
         if not will_load or self.clock.is_replay or not found.tokens or is_near(self.tiers, groups, found):
             return found
@@ -98,7 +100,8 @@ class Gets(Sessions):
         """
         self._check_groups(session, groups)
         now = asyncio.get_running_loop().time
-        deadline = now() + timeout_s
+        begun = now()
+        deadline = begun + timeout_s
         got = self._ask(session, groups, partial(self.core.acquire, session, groups=groups, kind=kind), timeout_s)
         served = await self._landed(session, got, deadline, doubted=doubted)
         if served.tokens < got.tokens and now() < deadline:
@@ -111,7 +114,9 @@ class Gets(Sessions):
             )
             served = await self._landed(session, again, deadline, doubted=doubted)
             got = replace(again, tokens=max(again.tokens, got.tokens))
-        return self._reply(session, groups, got, served, is_copied=doubted is not None)
+        if doubted is not None:  # the client asks again what its directory lacked
+            self._point_to(served)
+        return self._reply(session, groups, got, served, waited_s=now() - begun)
 
     async def acquire_by_layer(
         self, session: int, groups: Sequence[GroupQuery], *, kind: Wanted, timeout_s: float
@@ -123,17 +128,22 @@ class Gets(Sessions):
         ask = partial(self.core.acquire, session, groups=groups, kind=kind)
         got = self._ask(session, groups, ask, timeout_s, by_layer=True)
         served = await self._promised(session, got, timeout_s) or await self._landed(session, got, deadline)
-        return self._reply(session, groups, got, served, is_copied=False)
+        waited_s = asyncio.get_running_loop().time() - deadline + timeout_s
+        return self._reply(session, groups, got, served, waited_s=waited_s)
 
-    def _reply(
-        self, session: int, groups: Sequence[GroupQuery], got: Acquisition, served: Served, *, is_copied: bool
-    ) -> AcquireReply:
-        """Ends an acquisition. is_copied: the client asks again what its directory lacked."""
-        asyncio.get_running_loop().call_soon(self._note_served, groups, got, served)  # after the answer is sent
-        if is_copied and len(served.blocks):
+    def _point_to(self, served: Served) -> None:
+        """Adds served pages to the directory."""
+        if len(served.blocks):
             metas = self.core.metas(served.blocks)
             metas["error"] = self.core.errors(served.extents)
             self.directories.add_soon(served.extents, metas)
+
+    def _reply(
+        self, session: int, groups: Sequence[GroupQuery], got: Acquisition, served: Served, *, waited_s: float
+    ) -> AcquireReply:
+        """Ends an acquisition."""
+        note = partial(self._note_served, session, waited_s=waited_s)
+        asyncio.get_running_loop().call_soon(note, groups, got, served)  # after the answer is sent
         hits = served_by_tier(groups, got, served)
         if not got.lease:
             return AcquireReply(0, NOTHING, hits, whole=got.whole and not got.tokens)
@@ -163,7 +173,7 @@ class Gets(Sessions):
             got = self.core.acquire_again(session, got.question, now=self.clock.now(), shut=shut)
             self.flights.start(got.plan, session=session, by_layer=by_layer)
         if not got.lease and got.shut:
-            self._note_served(groups, got, NOTHING)
+            self._note_served(session, groups, got, NOTHING)
             raise self.flights.read_queues.refusal(shut)
         self.flights.turns.want(got.plan.waits.tolist())
         return got
@@ -239,9 +249,12 @@ class Gets(Sessions):
                 return served
             self.flights.condemn(bad, Fault.READ)
 
-    def _note_served(self, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:
-        """Counts a get after its answer."""
+    def _note_served(
+        self, session: int, groups: Sequence[GroupQuery], got: Acquisition, served: Served, *, waited_s: float = 0.0
+    ) -> None:
+        """Counts and records a get after its answer."""
         count_served(self.parts, groups=groups, got=got, served=served)
+        self._decisions.got(session, groups, got, served, waited_s=waited_s)
         self.background.note(got.plan)
 
     def note_used(self, session: int, groups: Sequence[GroupQuery], *, times: int, is_lookup: bool = False) -> None:
@@ -250,9 +263,11 @@ class Gets(Sessions):
         self._check_groups(session, groups)
         if is_lookup:
             self.metrics.lookups.inc(times)
+            self._decisions.used(session, groups, None, times=times)
             return
         found = self.core.used(session, groups=groups, kind=TierKind.HOST, now=self.clock.now())
         count_used(self.parts, found, times=times)
+        self._decisions.used(session, groups, found, times=times)
         self._prefetcher.asked(groups)
         self._use(self._generations_near(groups))
 

@@ -10,6 +10,7 @@ from tierd.cache.read_queues import Limits
 from tierd.clock import Clock
 from tierd.core.core import Core
 from tierd.core.index.namespaces import NamespaceRegistry
+from tierd.decisions.record import Decisions
 from tierd.metrics import Metrics
 from tierd.mover import Mover
 from tierd.store_codecs import StoreCodecs
@@ -33,5 +34,6 @@ class Parts:
     verify: str
     limits: Limits
     store_codecs: StoreCodecs
+    decisions: Decisions
     sync_interval_s: float = 1.0
     seed: int | None = None

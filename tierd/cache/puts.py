@@ -75,7 +75,8 @@ class Puts(Sessions):
             reserved = self._reserved(session, groups, kind)
             pages = {reserved.reservation: reserved.pages} if reserved.reservation else {}
             try:
-                async with self._given(session, reserved.plan, pages, at=reserved.rows):
+                wanted = groups[0].blocks["hash"][:1].tobytes()
+                async with self._given(session, reserved.plan, pages, at=reserved.rows, wanted=wanted):
                     if durability is Durability.DURABLE:
                         await self.persistence.keep_existing(reserved, groups, timeout_s=timeout_s)
                 break
@@ -119,11 +120,17 @@ class Puts(Sessions):
 
     @contextlib.asynccontextmanager
     async def _given(
-        self, session: int, plan: Plan, pages: Mapping[int, StructArray], *, at: Ids | None = None
+        self,
+        session: int,
+        plan: Plan,
+        pages: Mapping[int, StructArray],
+        *,
+        at: Ids | None = None,
+        wanted: bytes = b"",
     ) -> AsyncIterator[None]:
         """Surrounds other waits of a Reserve before its handles are sent. If they fail, releases
-        its pages. pages: EXTENT [n] by reservation. Raises TierFailed."""
-        self.flights.start(plan)
+        its pages. pages: EXTENT [n] by reservation. wanted: the first block. Raises TierFailed."""
+        self.flights.start(plan, session=session, wanted=wanted)
         try:
             # All segments, since another call may have begun one a moment ago.
             await self.flights.prepared(kinds(plan.reserved["segment"]))

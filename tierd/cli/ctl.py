@@ -18,6 +18,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
         "status": ("look", "Shows the daemon's state: load, hit ratio, tiers, notices."),
         "top": ("top", "Shows the daemon live: hit ratio, tiers, rates, sessions."),
+        "explain": ("explain", "Tells why requests hit or missed."),
         "watch": ("watch", "Prints events as they happen: blocks stored, blocks removed, epochs ended."),
         "tiers": ("look", "Shows each tier's capacity, use, traffic, location and trouble."),
         "blocks": ("blocks", "Lists blocks, filtered and sorted, one page at a time."),

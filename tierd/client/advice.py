@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from tierd.client.match import Match, claim
 from tierd.client.values import Found
 
 UNTOLD = 32
-"""Copies that are kept until somebody takes them."""
+"""Copies, and decisions, that are kept until somebody takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,15 @@ class Blocks:
     step_tokens: int = 0
     least_tokens: int = 0
     layers: int = 1
+
+
+class Computed(NamedTuple):
+    """Tokens of a request that were found and not loaded, and the expected times of both ways."""
+
+    request: str
+    tokens: int
+    load_s: float
+    compute_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,8 @@ class EngineAdvice:
         self._untold: deque[tuple[int, float]] = deque(maxlen=UNTOLD)
         self._counts: Counter[str] = Counter()
         self._is_doubtful = False
+        self._computed: deque[Computed] = deque(maxlen=UNTOLD)
+        self._last_computed: Computed | None = None
 
     def computed(self, parts: Iterable[tuple[int, int]], seconds: float) -> None:
         """A step took so long. parts: of each request, the tokens before and those computed."""
@@ -96,6 +108,7 @@ class EngineAdvice:
             if advice is not None:
                 self._counts["advised_loads" if tokens else "advised_computes"] += 1
                 self._counts["advised_compute_tokens"] += most - tokens
+                self._keep(self._expected(Claim(most), runs, wanted), most - tokens, match.request)
             return self._expected(Claim(tokens, advice), runs, wanted)
 
     @property
@@ -123,6 +136,19 @@ class EngineAdvice:
         load_s = float(load_seconds(tokens, runs, wanted.bytes_per_token, self._copies.pace())[0])
         compute_s = float(self._prefill.seconds(start, tokens)[0]) if self._prefill.is_known else 0.0
         return replace(claimed, load_s=load_s, compute_s=compute_s)
+
+    def _keep(self, whole: Claim, tokens: int, request: str) -> None:
+        """Keeps a decision against loading, once for calls that an engine repeats in each step."""
+        computed = Computed(request, tokens, whole.load_s, whole.compute_s)
+        last, self._last_computed = self._last_computed, computed
+        if tokens and (last is None or last[:2] != computed[:2]):
+            self._computed.append(computed)
+
+    def take_computed(self) -> list[Computed]:
+        """Decisions against loading since the last call, for `Client.note_computed`."""
+        with self._lock:
+            taken, self._computed = list(self._computed), deque(maxlen=UNTOLD)
+        return taken
 
     def take_counts(self) -> Counter[str]:
         """Counts since the last call."""

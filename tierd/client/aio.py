@@ -118,10 +118,12 @@ class AsyncClient(Face):
         what: Tokens | Hashes | Group,
         *,
         out: Any = None,
+        request: str = "",
         timeout_s: float | None = None,
     ) -> GetResult:
         """As Client.get."""
-        return await self._run(partial(self._verbs.get, namespace, what, seen_here(out)), self._deadline(timeout_s))
+        get = partial(self._verbs.get, namespace, what, seen_here(out), request=request)
+        return await self._run(get, self._deadline(timeout_s))
 
     async def reserve(
         self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None

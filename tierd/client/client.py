@@ -111,6 +111,16 @@ class Face(Bound):
             text(f"engine: {key!r:.80}", value)
         self._connector.introduce(engine)
 
+    def note_computed(self, request: str, tokens: int, *, times: tuple[float, float]) -> None:
+        """Tells operators, with the next lookup, that you compute tokens that a lookup has found.
+
+        Args:
+            request: Your id of the request, as in `Group`.
+            tokens: How many are computed.
+            times: Seconds that you expected of loading and of computing what was found.
+        """
+        self._verbs.note_computed(request, tokens, times)
+
     def _reservation(self, hold: Any, handles: StructArray) -> Any:
         raise NotImplementedError
 
@@ -231,6 +241,7 @@ class Client(Face):
         what: Tokens | Hashes | Group,
         *,
         out: Any = None,
+        request: str = "",
         timeout_s: float | None = None,
     ) -> GetResult:
         """Gets the longest cached prefix of a sequence.
@@ -240,8 +251,9 @@ class Client(Face):
             out: A list of buffers, or one buffer, to copy into. From a local daemon also, for each
                 block, a list of pieces that hold whole layers of it. None: the result has views.
                 Arrays on a GPU are filled in their stream: the call returns before that is done.
+            request: Your id of the request, as in `Group`.
         """
-        return self._verbs.get(namespace, what, out, self._deadline(timeout_s))
+        return self._verbs.get(namespace, what, out, self._deadline(timeout_s), request=request)
 
     def reserve(
         self, groups: PutGroup | Sequence[PutGroup], *, tier: str = "host", timeout_s: float | None = None

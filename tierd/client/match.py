@@ -14,12 +14,13 @@ from dataclasses import dataclass
 class Match:
     """A lookup's result. tierd could serve the first `found` tokens of the sequence. The engine
     already has `computed` of them; its prompt has `prompt`. tier_tokens splits `found` by tier
-    position."""
+    position. request: the engine's id."""
 
     found: int
     computed: int
     prompt: int
     tier_tokens: tuple[int, ...] = ()
+    request: str = ""
 
 
 def claim(match: Match, *, tokens_per_block: int, least_tokens: int = 0) -> int:

@@ -137,7 +137,8 @@ class OpenedNamespace:
 @dataclass(frozen=True, slots=True)
 class Group:
     """One attention group of a sequence to be found. tokens: of all blocks (None: all are full).
-    error_limit: blocks with a greater error miss (None: the namespace's limit; 0.0: exact alone)."""
+    error_limit: blocks with a greater error miss (None: the namespace's limit; 0.0: exact alone).
+    request: your id of the request, by which `tierctl explain` finds it."""
 
     namespace: OpenedNamespace
     hashes: Hashes
@@ -146,6 +147,7 @@ class Group:
     need: Need = Need.PREFIX
     need_tokens: int = 0
     error_limit: float | None = None
+    request: str = ""
 
     def part(self, first: int, stop: int) -> Group:
         """Its blocks first to stop - 1, as far as they exist."""

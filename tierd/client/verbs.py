@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -98,9 +99,11 @@ class Verbs(Asking):
             name="acquire",
         )
 
-    def get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: Deadline) -> GetResult:
+    def get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: Deadline, *, request: str) -> GetResult:
         """The servable prefix of a sequence, as views or copied into out."""
-        return self._verb(deadline, lambda by: self._get(namespace, what, out, by), GetResult, name="get")
+        return self._verb(
+            deadline, lambda by: self._get(namespace, what, out, by, request=request), GetResult, name="get"
+        )
 
     def report_attention(self, lease: Lease, mass: Any, group: int, deadline: Deadline) -> None:
         """Reports attention mass per rank and block of a lease's group."""
@@ -175,9 +178,10 @@ class Verbs(Asking):
 
     # -- inside
 
-    def _get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float) -> GetResult:
+    def _get(self, namespace: OpenedNamespace, what: Any, out: Any, deadline: float, *, request: str) -> GetResult:
         self._named(namespace, deadline)
         group = requests.sequence_group(namespace, what)
+        group = replace(group, request=request) if request else group
         if not len(group.hashes):
             return GetResult()
         return splitting.get(self, group, self._seen(out), deadline)

@@ -68,6 +68,7 @@ class GroupQuery:
     namespaces: one id per rank. hashes: uint8 [blocks, 32]. need_tokens: for Need.LAST_TOKENS.
     tokens: covered by all the blocks; if no multiple of tokens_per_block, the last block is short.
     error_limit: blocks with a greater error bound miss. 0.0: exact blocks alone.
+    request: the engine's id; no answer depends on it.
     """
 
     namespaces: tuple[int, ...]
@@ -77,6 +78,7 @@ class GroupQuery:
     need: Need = Need.PREFIX
     need_tokens: int = 0
     error_limit: float = 0.0
+    request: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

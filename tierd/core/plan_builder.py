@@ -47,6 +47,10 @@ class PlanBuilder:
         """FREED records."""
         self._freed.append(records)
 
+    def rank(self, ranks: Ids, *, candidates: int) -> None:
+        """Says of the last FREED records which of the candidates they were, from 0, the coldest."""
+        self._freed[-1]["rank"], self._freed[-1]["candidates"] = ranks + 1, candidates
+
     def reserve(self, extents: StructArray) -> None:
         """EXTENT of reserved pages."""
         self._reserved.append(extents)

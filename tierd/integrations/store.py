@@ -90,6 +90,8 @@ class EngineStore:
         """The tokens and blocks that the daemon could serve now. It begins to bring them near, unless
         the advisor doubts that they are worth it."""
         intent = "none" if self.advice.is_doubtful else "default"
+        for computed in self.advice.take_computed():
+            self._client.note_computed(computed.request, computed.tokens, times=computed[2:])
         found = self._client.lookup(groups, timeout_s=self._options.lookup_timeout_s, intent=intent)
         self._count(lookups=1, found_tokens=found.tokens)
         return found

@@ -39,6 +39,7 @@ from tierd.core.formats.block import KVGeometry, Namespace
 from tierd.core.formats.model import FREED, Reason, TierKind, TierSpec
 from tierd.core.index.namespaces import NamespaceRegistry, namespace_from_record, namespace_record
 from tierd.core.plan import Plan, Start
+from tierd.decisions.record import Decisions
 from tierd.errors import ConfigError, CorruptRecord, InvalidArgument, Unsupported
 from tierd.failpoint import failpoint
 from tierd.metrics import Metrics
@@ -243,6 +244,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
     instance.restore_namespaces(registry)
     for tier, found in zip(tiers, recovered, strict=True):
         _restore_names(registry, found.namespaces, tier=tier.spec.name)
+    former_namespaces = [number for namespace in registry.all() for number in namespace.ids]
     policies = NamedPolicies(opened.learner)
     calibrations = read_calibrations(Path(config.server.state_dir))
     store_codecs = StoreCodecs(codecs_of(config, tiers), registry.get, calibrations)
@@ -273,6 +275,7 @@ def put_together(config: Config, opened: Opened, *, instance: Instance) -> Assem
             verify=config.host[0].verify if config.host else "first_hit",
             limits=limits,
             store_codecs=store_codecs,
+            decisions=Decisions(config.server.decisions, tiers=len(tiers), now=clock.now, former=former_namespaces),
             seed=opened.draw(64),
         )
     )

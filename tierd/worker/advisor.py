@@ -77,6 +77,8 @@ class Advisor:
         self._looks -= 1
         if self.note(found.tier_tokens):
             claimed = self._claimed(found, held, prompt=prompt, layers=layers)
+            for computed in self.advice.take_computed():
+                self._client.note_computed(computed.request, computed.tokens, times=computed[2:])
             tokens = min(tokens, held + claimed.tokens)
             if tokens < found.tokens:
                 self._decline(hashes[: self._blocks(found.tokens)], found.tokens, self._blocks(tokens))

@@ -92,6 +92,7 @@ PROMISES = {
     # Of the promised milliseconds.
     "scrape_loop": _at_most(1.0),
     "scrape_piece": _at_most(1.0),
+    **{f"decisions_{verb}_{blocks}": _at_most(1.02) for verb in ("get", "put") for blocks in (1, 32)},
     # Of memcpy.
     **{f"{codec} encode {shape} native": _at_least(bar) for codec, (bar, _) in CODECS.items() for shape in SHAPES},
     **{f"{codec} decode {shape} native": _at_least(bar) for codec, (_, bar) in CODECS.items() for shape in SHAPES},

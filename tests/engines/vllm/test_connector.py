@@ -17,6 +17,9 @@ from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await
 from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import TRUSTING, VERIFIED, flushed, pages_like, prompt, spoil
 from tests.system.damaged import Place, copy
+from tierd._proto import admin_pb2 as pb
+from tierd.cli.admin import connect
+from tierd.decisions.causes import Cause
 from tierd.integrations.versions import release_of
 from tierd.testing import Daemon
 from tierd.tiers.store.slots import HEADER_BYTES
@@ -74,6 +77,19 @@ def test_from_the_store(llm: Engine, daemon: Daemon) -> None:
     assert counted(after, "hit_tokens_disk") - counted(before, "hit_tokens_disk") == WHOLE
     assert from_source(after, "disk") - from_source(before, "disk") == WHOLE * HAS_SOURCES
     assert_same(computed, restored)
+
+
+def test_operators_find_a_request(llm: Engine, daemon: Daemon) -> None:
+    """The lookup and the load of a request are in the daemon's record, both under vLLM's id of it."""
+    asked = [prompt(3, PROMPT_TOKENS)]
+    llm.generate(asked, max_tokens=4)
+    assert llm.reset()
+    assert llm.generate(asked, max_tokens=4)[0].cached == WHOLE
+    with connect(daemon.target) as operator:
+        latest = operator.ask(pb.ExplainRequest(last=1)).requests[0]
+        its = operator.ask(pb.ExplainRequest(request=latest.request)).requests
+    assert latest.request and {row.kind for row in its} == {"lookup", "get"}
+    assert {row.cause.cause for row in its} == {Cause.HIT_NEAR}
 
 
 def from_source(metrics: dict[str, float], source: str) -> float:

@@ -8,6 +8,7 @@ overtakes a put with wait=False.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -43,6 +44,8 @@ from tierd.core.formats.model import BlockStatus, StructArray
 from tierd.errors import DeadlineExceeded, NotFound, Overloaded, SessionLost, StaleHandle, Unavailable
 
 T = TypeVar("T")
+COMPUTED_LIMIT = 64
+"""Decisions of an engine that wait for the next lookup; the oldest go."""
 
 
 class Asking(Links):
@@ -57,6 +60,18 @@ class Asking(Links):
         self.pages = pages
         self.background_puts = BackgroundPuts()
         self.shrunk = self._best_effort.shrunk
+        self._computed: deque[pb.Computed] = deque(maxlen=COMPUTED_LIMIT)
+
+    def note_computed(self, request: str, tokens: int, times: tuple[float, float]) -> None:
+        """Keeps an engine's decision until the next lookup sends it. Raises InvalidArgument."""
+        self._computed.append(requests.computed_message(request, tokens, times))
+
+    def _take_computed(self) -> list[pb.Computed]:
+        taken = list[pb.Computed]()
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while self._computed:
+                taken.append(self._computed.popleft())
+        return taken
 
     def found(self, groups: Sequence[Group], deadline: float, *, intent: int = 0) -> Found:
         """Looks up as many blocks as fit into one call."""
@@ -66,11 +81,13 @@ class Asking(Links):
         near = self._near(groups[0], one_sided_get.lookup, deadline) if len(groups) == 1 else None
         if near is not None:
             return near
-        _, reply = self._ask(
-            lambda: ("Lookup", pb.LookupRequest(groups=map(requests.group_message, groups), intent=intent)),  # type: ignore[arg-type]
-            groups,
-            deadline,
-        )
+        computed = self._take_computed()
+
+        def lookup() -> tuple[str, pb.LookupRequest]:
+            wanted = map(requests.group_message, groups)
+            return "Lookup", pb.LookupRequest(groups=wanted, intent=intent, computed=computed)  # type: ignore[arg-type]
+
+        _, reply = self._ask(lookup, groups, deadline)
         return replies.found(reply, groups)
 
     def begun(self, groups: Sequence[Group], target: str | Target, deadline: float) -> Prefetch:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tierd._proto import cache_pb2 as pb
 from tierd.client.values import About, Group, Hashes, OpenedNamespace, PutGroup, Target, Tokens
-from tierd.core.formats.block import U4_MAX, token_array, whole
+from tierd.core.formats.block import U4_MAX, text, token_array, whole
 from tierd.core.formats.model import (
     COMMIT_BLOCK,
     HASH_BYTES,
@@ -38,6 +38,8 @@ GIVING = frozenset({"Acquire", "Reserve", "Commit"})
 ABOUT_BYTES = 2 << 20
 """Maximum bytes of a group's hashes, and of its tokens, to keep below gRPC's 8 MiB."""
 
+REQUEST_BYTES = 64
+"""Bytes of a request's id that are sent."""
 TIER_DIGITS = 5
 """Maximum digits of a tier's index; no daemon has so many tiers."""
 T = TypeVar("T")
@@ -194,7 +196,25 @@ def group_message(group: Group) -> pb.Group:
         ),
         digest=group.namespace.digest,
         error_limit=group.namespace.error_limit if group.error_limit is None else group.error_limit,
+        request=request_id(group.request),
     )
+
+
+def request_id(given: str) -> bytes:
+    """An engine's id of a request as messages carry it. Raises InvalidArgument."""
+    return text("request", given).encode(errors="replace")[:REQUEST_BYTES]
+
+
+def computed_message(request: str, tokens: int, times: tuple[float, float]) -> pb.Computed:
+    """An engine's decision to compute. times: of loading and computing. Raises InvalidArgument."""
+    count = whole("tokens", tokens, (1 << 63) - 1, remedy="count the tokens that are computed")
+    try:
+        load_s, compute_s = map(float, times)
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"times: {times!r:.80} are no two numbers; give seconds of loading, of computing"
+        ) from None
+    return pb.Computed(request=request_id(request), tokens=count, load_s=load_s, compute_s=compute_s)
 
 
 def put_lengths(group: PutGroup) -> NDArray[np.uint32]:

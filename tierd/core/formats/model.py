@@ -323,6 +323,10 @@ FREED = np.dtype(
         ("reason", "<u2"),  # Reason.
         ("was_ready", "?"),  # A committed block lay there, so tiers and watchers are notified.
         ("hash", "u1", (HASH_BYTES,)),
+        ("last_used", "<f8"),  # The `now` of the block's last use.
+        ("declined", "u1"),  # Verdict of its admission since then; 0: none.
+        ("rank", "<u4"),  # Among the blocks that could be evicted, from 1, the coldest; 0: not by rank.
+        ("candidates", "<u4"),  # So many could be evicted.
     ]
 )
 """A page that has become free."""

@@ -492,6 +492,7 @@ class Index:
         out["was_ready"] = (pages_of.state[pages] >= PageState.READY) & is_known
         if some(is_known):
             at = slice(None) if every(is_known) else true_rows(is_known)
-            out["namespace"][at] = self.blocks.namespace[blocks[at]]
+            for name in ("namespace", "last_used", "declined"):
+                out[name][at] = getattr(self.blocks, name)[blocks[at]]
             out["hash"][at] = self.blocks.hash.take(blocks[at], axis=0).view(np.uint8)
         return out

@@ -72,14 +72,16 @@ class Room:
             missing -= len(got[-1])
         return np.concatenate(got) if len(got) > 1 else got[0]
 
-    def drop(self, tier: int, blocks: Ids, draft: PlanBuilder) -> None:
+    def drop(self, tier: int, blocks: Ids, draft: PlanBuilder, *, is_ranked: bool = True) -> None:
         """Frees the blocks' pages: DEMOTED if a farther tier holds them, else EVICTED. Copies in
         farther tiers are touched. So a chain that is dropped in pieces keeps one order there, and
-        loses its tail first."""
-        kept = self._say_farewell(tier, blocks, draft)
-        for reason, those in ((Reason.DEMOTED, blocks[kept]), (Reason.EVICTED, blocks[~kept])):
+        loses its tail first. is_ranked: the blocks are the coldest, in order."""
+        kept, candidates = self._say_farewell(tier, blocks, draft), self._index.going[tier]
+        for reason, those in ((Reason.DEMOTED, true_rows(kept)), (Reason.EVICTED, true_rows(~kept))):
             if len(those):
-                self._index.vacate(tier, self._index.attached(tier, those), reason, draft)
+                self._index.vacate(tier, self._index.attached(tier, blocks[those]), reason, draft)
+                if is_ranked:
+                    draft.rank(those, candidates=candidates)
 
     def is_right(self, tier: int, victims: Ids, key: Key) -> Bools:
         """Which of the victims lie in segments of the key."""
@@ -218,6 +220,6 @@ class Room:
         is_held = (blocks < 0).any() or pages_of.doom[used].any() or self._index.held[tier][blocks].any()
         if is_held or pages_of.is_mostly_bad(place) or self.coldest.are_needed(tier, blocks):
             return False
-        self.drop(tier, blocks, draft)
+        self.drop(tier, blocks, draft, is_ranked=False)
         pages_of.vacate_idle(place)
         return True

@@ -136,7 +136,11 @@ class SchedulerSide:
         entry.begun = time.monotonic()
         entry.until = entry.begun + 2 * self._options.lookup_timeout_s
         key = (request.request_id, entry.number)
-        if tokens == 0 or not self._may_load or not self._courier.submit(key, partial(self._look, self._spaces, names)):
+        if (
+            tokens == 0
+            or not self._may_load
+            or not self._courier.submit(key, partial(self._look, self._spaces, names, request.request_id))
+        ):
             entry.found = Found()
         else:
             self._counts["lookup_tokens"] += tokens
@@ -158,7 +162,7 @@ class SchedulerSide:
         if entry.found is None and not self._await(entry):
             return None
         assert entry.found is not None
-        seen = Match(entry.found.tokens, computed, request.num_tokens, entry.found.tier_tokens)
+        seen = Match(entry.found.tokens, computed, request.num_tokens, entry.found.tier_tokens, request.request_id)
         entry.computed = computed
         group, space = self._whole_space()
         size = sum(each.spec.block_bytes / each.tokens for each in self._spaces) * self._ranks
@@ -349,12 +353,15 @@ class SchedulerSide:
             self._spaces = spaces_of(self._config, self._kv, self._options)
             self._store.introduce(facts_of(self._config, self._kv, role="scheduler"))
 
-    def _look(self, spaces: tuple[Space, ...], names: Sequence[tuple[bytes, ...]]) -> Found:
+    def _look(self, spaces: tuple[Space, ...], names: Sequence[tuple[bytes, ...]], request: str) -> Found:
         """Runs in the courier's thread."""
         opened = [self._space(space) for space in spaces]
         ranks = tuple(range(self._ranks))
         return self._store.lookup(
-            [space.group(at, of_group, ranks=ranks) for space, at, of_group in zip(spaces, opened, names, strict=True)]
+            [
+                space.group(at, of_group, ranks=ranks, request=request)
+                for space, at, of_group in zip(spaces, opened, names, strict=True)
+            ]
         )
 
     def _space(self, space: Space) -> OpenedNamespace:

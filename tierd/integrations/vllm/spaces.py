@@ -70,9 +70,10 @@ class Space:
         size = self.hashes_per_block
         return tuple(hashes[size - 1 : self.blocks(hashes, tokens=tokens) * size : size])
 
-    def group(self, opened: OpenedNamespace, names: Sequence[bytes], *, ranks: tuple[int, ...]) -> Group:
-        """Blocks to look up or load; without hashes while there is no daemon."""
-        return Group(opened, opened.fold(names), ranks=ranks, need=self.need, need_tokens=self.need_tokens)
+    def group(self, opened: OpenedNamespace, names: Sequence[bytes], *, ranks: tuple[int, ...], request: str) -> Group:
+        """Blocks to look up or load; without hashes while there is no daemon. request: vLLM's id."""
+        hashes = opened.fold(names)
+        return Group(opened, hashes, ranks=ranks, need=self.need, need_tokens=self.need_tokens, request=request)
 
 
 def spaces_of(config: Any, kv: Any, options: ConnectorOptions, *, salt: str = "") -> tuple[Space, ...]:

@@ -166,7 +166,7 @@ class WorkerSide:
         if ready is not None:
             ready.synchronize()
         groups = [
-            space.group(self._space(space), part.names, ranks=(self._rank,))
+            space.group(self._space(space), part.names, ranks=(self._rank,), request=load.request)
             for space, part in zip(spaces, load.groups, strict=True)
         ]
         targets = [self._targets(at, part) for at, part in enumerate(load.groups)]

@@ -27,6 +27,7 @@ from tierd.core.plan import TierStats
 from tierd.errors import ConfigError, InvalidArgument
 from tierd.live_settings import settings_of
 from tierd.server.grpc.caller import CALLER
+from tierd.server.operators.explaining import Explaining
 from tierd.server.operators.live import LiveSettings
 from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.scrubbing import Scrubbing
@@ -84,6 +85,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._operator = Operator(cache)
         self._about = about
         self._scrubbing = Scrubbing(cache, about.scrub)
+        self._explaining = Explaining(cache)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         about, stats = self._about, self._cache.core.stats()
@@ -216,6 +218,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def RecordStatus(self, request: pb.RecordStatusRequest, context: Any) -> pb.RecordReply:
         return self._about.recorder.status()
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainReply:
+        return await self._explaining.reply(request)
 
     async def Wear(self, request: pb.WearRequest, context: Any) -> pb.WearReply:
         return await self._about.wear.reply()

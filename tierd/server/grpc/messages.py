@@ -133,6 +133,7 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
         need=Need(group.need),
         need_tokens=min(group.need_tokens, tokens),  # all tokens at most, to fit the core's columns
         error_limit=error_limit(group.error_limit),
+        request=group.request,
     )
 
 

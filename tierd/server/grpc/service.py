@@ -36,6 +36,10 @@ KeepNamespaces = Callable[[Namespace], Awaitable[None]]
 """Stores the record of a namespace, unless stored already, before any client may use it."""
 
 
+COMPUTED_LIMIT = 64
+"""Decisions of an engine that one lookup may tell; more are ignored."""
+
+
 class CacheService(cache_pb2_grpc.CacheServicer):
     """The engines' verbs. batch_limit: blocks in one call."""
 
@@ -71,6 +75,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupReply:
         groups, intent = self._asked(request.groups, is_lookup=True), messages.intent(request.intent)
         found = self._cache.lookup(CALLER.get().session, groups, intent=intent)
+        for one in request.computed[:COMPUTED_LIMIT]:
+            session, times = CALLER.get().session, (one.load_s, one.compute_s)
+            self._cache.parts.decisions.computed(session, one.request, tokens=one.tokens, times=times)
         return pb.LookupReply(
             tokens=found.tokens,
             tier_of=[np.ascontiguousarray(tiers, dtype=np.int8).tobytes() for tiers in found.tier_of],

@@ -1,0 +1,1 @@
+"""Why requests hit or missed: a bounded record of decisions, and the names of causes."""
