@@ -28,6 +28,7 @@ from tierd.errors import InvalidArgument
 from tierd.server.grpc.caller import CALLER
 from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.scrubbing import Scrubbing
+from tierd.server.operators.tree import Trees
 from tierd.server.operators.wear import Wear
 from tierd.store_codecs import EncodingCounts
 from tierd.tiers.arena.arena import Arena
@@ -81,6 +82,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._operator = Operator(cache)
         self._about = about
         self._scrubbing = Scrubbing(cache, about.scrub)
+        self._trees = Trees(cache)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         about, stats = self._about, self._cache.core.stats()
@@ -216,6 +218,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Wear(self, request: pb.WearRequest, context: Any) -> pb.WearReply:
         return await self._about.wear.reply()
+
+    async def Tree(self, request: pb.TreeRequest, context: Any) -> pb.TreeReply:
+        return await self._trees.reply(request)
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         priority, retention_s = self._said(row)
