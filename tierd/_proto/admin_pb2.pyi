@@ -12,8 +12,15 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "instance", "pid", "uptime_s", "state", "sessions", "leases", "reservations", "blocks", "counters", "notices", "cpu_s")
+    __slots__ = ("version", "instance", "pid", "uptime_s", "state", "sessions", "leases", "reservations", "blocks", "counters", "notices", "cpu_s", "queues")
     class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class QueuesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +39,7 @@ class StatusReply(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance: str
     pid: int
@@ -44,7 +52,8 @@ class StatusReply(_message.Message):
     counters: _containers.ScalarMap[str, int]
     notices: _containers.RepeatedScalarFieldContainer[str]
     cpu_s: float
-    def __init__(self, version: _Optional[str] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., notices: _Optional[_Iterable[str]] = ..., cpu_s: _Optional[float] = ...) -> None: ...
+    queues: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., notices: _Optional[_Iterable[str]] = ..., cpu_s: _Optional[float] = ..., queues: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class TiersRequest(_message.Message):
     __slots__ = ()

@@ -99,6 +99,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             counters=self._cache.metrics.counters(),
             notices=about.notices(),
             cpu_s=time.process_time(),
+            queues={"transfers": self._cache.flights.count, "links": self._cache.parts.mover.queued()},
         )
 
     async def Tiers(self, request: pb.TiersRequest, context: Any) -> pb.TiersReply:
