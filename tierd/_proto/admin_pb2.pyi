@@ -12,8 +12,15 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "instance", "pid", "uptime_s", "state", "sessions", "leases", "reservations", "blocks", "counters", "notices", "cpu_s")
+    __slots__ = ("version", "instance", "pid", "uptime_s", "state", "sessions", "leases", "reservations", "blocks", "counters", "notices", "cpu_s", "queues")
     class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class QueuesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +39,7 @@ class StatusReply(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
     CPU_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUES_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance: str
     pid: int
@@ -44,7 +52,8 @@ class StatusReply(_message.Message):
     counters: _containers.ScalarMap[str, int]
     notices: _containers.RepeatedScalarFieldContainer[str]
     cpu_s: float
-    def __init__(self, version: _Optional[str] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., notices: _Optional[_Iterable[str]] = ..., cpu_s: _Optional[float] = ...) -> None: ...
+    queues: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., instance: _Optional[str] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., blocks: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., notices: _Optional[_Iterable[str]] = ..., cpu_s: _Optional[float] = ..., queues: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class TiersRequest(_message.Message):
     __slots__ = ()
@@ -717,23 +726,25 @@ class ExplainReply(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[RequestDecision, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Cause, _Mapping]]] = ..., decisions: _Optional[int] = ..., bytes: _Optional[int] = ..., since_s: _Optional[float] = ...) -> None: ...
 
 class TreeRequest(_message.Message):
-    __slots__ = ("namespace", "has_namespace", "root", "depth", "limit", "sort")
+    __slots__ = ("namespace", "has_namespace", "root", "depth", "limit", "sort", "model")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HAS_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     SORT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     has_namespace: bool
     root: str
     depth: int
     limit: int
     sort: str
-    def __init__(self, namespace: _Optional[int] = ..., has_namespace: bool = ..., root: _Optional[str] = ..., depth: _Optional[int] = ..., limit: _Optional[int] = ..., sort: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, namespace: _Optional[int] = ..., has_namespace: bool = ..., root: _Optional[str] = ..., depth: _Optional[int] = ..., limit: _Optional[int] = ..., sort: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class TreeNode(_message.Message):
-    __slots__ = ("hash", "parent", "namespace", "position", "blocks", "tokens", "hits", "idle_s", "tier_blocks", "blocks_below", "tokens_below", "hits_below", "children")
+    __slots__ = ("hash", "parent", "namespace", "position", "blocks", "tokens", "hits", "idle_s", "tier_blocks", "blocks_below", "tokens_below", "hits_below", "children", "leaves")
     class TierBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -754,6 +765,7 @@ class TreeNode(_message.Message):
     TOKENS_BELOW_FIELD_NUMBER: _ClassVar[int]
     HITS_BELOW_FIELD_NUMBER: _ClassVar[int]
     CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     parent: int
     namespace: int
@@ -767,7 +779,8 @@ class TreeNode(_message.Message):
     tokens_below: int
     hits_below: int
     children: int
-    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[int] = ..., namespace: _Optional[int] = ..., position: _Optional[int] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., tier_blocks: _Optional[_Mapping[str, int]] = ..., blocks_below: _Optional[int] = ..., tokens_below: _Optional[int] = ..., hits_below: _Optional[int] = ..., children: _Optional[int] = ...) -> None: ...
+    leaves: int
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[int] = ..., namespace: _Optional[int] = ..., position: _Optional[int] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., hits: _Optional[int] = ..., idle_s: _Optional[float] = ..., tier_blocks: _Optional[_Mapping[str, int]] = ..., blocks_below: _Optional[int] = ..., tokens_below: _Optional[int] = ..., hits_below: _Optional[int] = ..., children: _Optional[int] = ..., leaves: _Optional[int] = ...) -> None: ...
 
 class DepthReuse(_message.Message):
     __slots__ = ("from_tokens", "to_tokens", "blocks", "hits")
@@ -782,18 +795,24 @@ class DepthReuse(_message.Message):
     def __init__(self, from_tokens: _Optional[int] = ..., to_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class TreeReply(_message.Message):
-    __slots__ = ("nodes", "blocks", "tokens", "is_cut", "depths")
+    __slots__ = ("nodes", "blocks", "tokens", "is_cut", "depths", "tokens_shared", "runs", "took_s")
     NODES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_CUT_FIELD_NUMBER: _ClassVar[int]
     DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_SHARED_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    TOOK_S_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[TreeNode]
     blocks: int
     tokens: int
     is_cut: bool
     depths: _containers.RepeatedCompositeFieldContainer[DepthReuse]
-    def __init__(self, nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., is_cut: bool = ..., depths: _Optional[_Iterable[_Union[DepthReuse, _Mapping]]] = ...) -> None: ...
+    tokens_shared: int
+    runs: int
+    took_s: float
+    def __init__(self, nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., is_cut: bool = ..., depths: _Optional[_Iterable[_Union[DepthReuse, _Mapping]]] = ..., tokens_shared: _Optional[int] = ..., runs: _Optional[int] = ..., took_s: _Optional[float] = ...) -> None: ...
 
 class CeilingRequest(_message.Message):
     __slots__ = ()

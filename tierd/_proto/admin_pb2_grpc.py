@@ -144,6 +144,11 @@ class AdminStub(object):
                 request_serializer=tierd_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=tierd_dot_v1_dot_admin__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.Tree = channel.unary_unary(
+                '/tierd.v1.Admin/Tree',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.TreeRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.TreeReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -294,6 +299,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tree(self, request, context):
+        """The prefix tree of the cached blocks. One is computed at a time, in a thread.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -406,6 +418,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=tierd_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=tierd_dot_v1_dot_admin__pb2.ExplainReply.SerializeToString,
+            ),
+            'Tree': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tree,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.TreeRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.TreeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1002,6 +1019,33 @@ class Admin(object):
             '/tierd.v1.Admin/Explain',
             tierd_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             tierd_dot_v1_dot_admin__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tree(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/Tree',
+            tierd_dot_v1_dot_admin__pb2.TreeRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.TreeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -17,12 +17,13 @@ from tierd.cli.options import shared
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
         "status": ("look", "Shows the daemon's state: load, hit ratio, tiers, notices."),
-        "top": ("top", "Shows the daemon live: hit ratio, tiers, rates, sessions."),
+        "top": ("top", "Shows the daemon live: hit ratio, tiers, sessions, prefix tree, rates."),
         "explain": ("explain", "Tells why requests hit or missed."),
         "watch": ("watch", "Prints events as they happen: blocks stored, blocks removed, epochs ended."),
         "tiers": ("look", "Shows each tier's capacity, use, traffic, location and trouble."),
         "blocks": ("blocks", "Lists blocks, filtered and sorted, one page at a time."),
         "inspect": ("blocks", "Shows one block: its facts, its pages, and the blocks that follow it."),
+        "tree": ("tree", "Shows the prefix tree: the prefixes that sequences share, with tokens, hits and tiers."),
         "sessions": ("look", "Lists the connected clients, with the leases and bytes of each."),
         "namespaces": ("look", "Lists the namespaces: model, tenant, epoch, blocks."),
         "engines": ("engines", "Lists the connected engines, and why some share no blocks."),

@@ -134,6 +134,12 @@ def aligned(text: str, width: int, *, right: bool) -> str:
     return text.rjust(width) if right else text.ljust(width)
 
 
+def aligned_text(text: Text, width: int, *, right: bool) -> Text:
+    """The same with colors."""
+    pad = Text(" " * max(0, width - text.cell_len))
+    return pad + text if right else text + pad
+
+
 def bar(part: float, whole: float, *, cells: int = 8) -> Text:
     """A gauge. Its color does not depend on its level: a working cache is full."""
     share = min(1.0, max(0.0, part / whole)) if whole else 0.0

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.unit.cache.world import SOON_S, World, directories, opened
+from tierd._proto import admin_pb2 as pb
 from tierd.cache.operator import SORT_COLUMNS, BlockFilter, Operator
 from tierd.config import EventsConfig
 from tierd.core.core import Core
@@ -24,6 +25,7 @@ from tierd.errors import NotFound, Overloaded, TierFailed
 from tierd.events.feed import Feed
 from tierd.events.publisher import Publisher
 from tierd.events.router_view import RouterView
+from tierd.server.operators.tree import Trees
 from tierd.testing import chain
 
 PIECE = 4
@@ -34,7 +36,7 @@ GOES_THROUGH = ("blocks", "find_by_prefix", "column", "tier_bits", "names", "des
 
 
 class Turns:
-    """The number of ids per core method at each turn of the loop."""
+    """The number of ids per core method, or per column, at each turn of the loop."""
 
     def __init__(self, core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.rows = 0, Counter[tuple[int, str]]()
@@ -49,7 +51,8 @@ class Turns:
 
     def _noted(self, name: str, ask: Callable[..., Any], *args: Any, **options: Any) -> Any:
         given = options.get("of", next((arg for arg in args if isinstance(arg, np.ndarray)), None))
-        self.rows[self.now, name] += self._core._index.blocks.top if given is None else len(given)
+        what = f"column {args[0]}" if name == "column" else name
+        self.rows[self.now, what] += self._core._index.blocks.top if given is None else len(given)
         return ask(*args, **options)
 
 
@@ -78,6 +81,7 @@ VERBS: dict[str, Callable[[World, Operator], Awaitable[Any]]] = {
     "flush": lambda _, operator: operator.flush(timeout_s=SOON_S),
     "bump": lambda world, _: world.end_epoch(),
     "feed": lambda world, _: tell_all(world),
+    "tree": lambda world, _: Trees(world.cache).reply(pb.TreeRequest()),
 }
 
 

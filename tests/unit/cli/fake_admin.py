@@ -113,6 +113,7 @@ def samples() -> dict[str, Message | TierdError]:
                 )
             ]
         ),
+        "Tree": tree(),
         "Evict": pb.EvictReply(blocks=3, bytes=3 << 20, pinned=1),
         "Pin": pb.PinReply(blocks=1),
         "Unpin": pb.PinReply(blocks=1),
@@ -123,6 +124,24 @@ def samples() -> dict[str, Message | TierdError]:
         "RecordStop": recorded("ended", reason="stopped"),
         "RecordStatus": recorded("recording", lost=3),
     }  # fmt: skip
+
+
+def tree() -> pb.TreeReply:
+    """A run of six blocks, two runs that follow it, and one without its start."""
+    common = {"blocks": 6, "tokens": 96, "hits": 41, "tier_blocks": {"host.0": 4, "nvme.0": 2}}
+    return pb.TreeReply(
+        nodes=[
+            pb.TreeNode(hash=HASH, parent=-1, namespace=1, children=3, leaves=3, blocks_below=9, tokens_below=144,
+                        hits_below=7, idle_s=3.25, **common),  # type: ignore[arg-type]
+            pb.TreeNode(hash=bytes(31) + b"\1", parent=0, namespace=1, position=6, blocks=3, tokens=48, hits=5, leaves=1,
+                        tier_blocks={"nvme.0": 3}, idle_s=60),
+            pb.TreeNode(hash=bytes(31) + b"\2", parent=0, namespace=1, position=6, blocks=3, tokens=48, leaves=1,
+                        tier_blocks={"host.0": 3}, idle_s=90),
+            pb.TreeNode(hash=b"\3" * 8, parent=-1, namespace=2, position=4, blocks=1, tokens=16, leaves=1,
+                        tier_blocks={"host.0": 1}, idle_s=120),
+        ],
+        blocks=19, tokens=304, tokens_shared=96, runs=5, is_cut=True,
+    )  # fmt: skip
 
 
 def recorded(state: str, *, reason: str = "", lost: int = 0) -> pb.RecordReply:

@@ -10,13 +10,14 @@ from rich.console import Console
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli import blocks, look, top
+from tierd.cli import blocks, look
 from tierd.cli.advice import Engine
 from tierd.cli.engines import draw_engines, engine_row
 from tierd.cli.figures import human_bytes, human_count, human_rate, human_seconds, human_share
 from tierd.cli.hits import Hits
 from tierd.cli.models import Models
 from tierd.cli.render import Column, bar, draw_table, fitting, plain_lines
+from tierd.cli.tree import draw_tree
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,7 @@ def test_pictures_keep_within_the_terminal(width: int) -> None:
     """At 80 and at 120 columns no line overflows or is cut with an ellipsis."""
     answers = samples()
     console = Console(force_terminal=True, width=width, color_system=None, highlight=False, record=True)
-    one = top.Sample(0.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
-    console.print(top.frame(console, top.Change(one, one)))
+    draw_tree(console, answers["Tree"], Models([]))  # type: ignore[arg-type]
     blocks.draw_blocks(console, answers["Blocks"], Models([]), offset=0)  # type: ignore[arg-type]
     look.draw_tiers(console, answers["Tiers"], classes=True)  # type: ignore[arg-type]
     text = console.export_text()
@@ -109,14 +109,6 @@ def test_ranks_of_an_engine_are_told_apart(width: int) -> None:
     draw_engines(console, rows, [])
     lines = [line for line in console.export_text().splitlines() if line.startswith("vllm")]
     assert len(set(lines)) == len(rows)
-
-
-def test_rates_are_differences_over_time_and_survive_a_restart() -> None:
-    """A counter's rate is its growth per second; a counter that fell counts from zero."""
-    answers = samples()
-    one = top.Sample(10.0, answers["Status"], answers["Tiers"], answers["Sessions"])  # type: ignore[arg-type]
-    change = top.Change(one, top.Sample(12.0, one.status, one.tiers, one.sessions))
-    assert (change.per_second(100, 300), change.per_second(100, 20)) == (100.0, 10.0)
 
 
 def test_hits_since_the_last_look() -> None:

@@ -34,6 +34,7 @@ SHOWN = {
     ("record", "stop"): "ended: stopped",
     ("record", "status"): "lost: 3 requests are missing",
     ("top", "--interval", "1 ms"): "evict/s",
+    ("tree", "--sort", "recent"): "llama-3-8b\n  000102030405 ",
 }
 
 
@@ -96,6 +97,24 @@ def test_the_hit_ratio_is_shown(run: Run, admin: FakeAdmin, arguments: tuple[str
     assert isinstance(answer, pb.StatusReply)
     answer.counters.clear()
     assert "hit ratio - (no tokens asked for)" in run(*arguments).stdout
+
+
+def test_a_tree_in_a_pipe_is_indented_and_says_that_it_is_cut(run: Run, admin: FakeAdmin) -> None:
+    """Each run is indented below the run that it follows, and the last line counts what is not shown."""
+    lines = run(
+        "tree", "--under", "0x00FF", "--limit", "4", "--depth", "2", "--model", "llama-3-8b"
+    ).stdout.splitlines()
+    assert [line[: len(line) - len(line.lstrip())] for line in lines[1:7]] == ["", "  ", "    ", "    ", "", "  "]
+    assert "0303030303030303 " not in lines[6] and "030303030303 (first 4 evicted)" in lines[6]
+    assert lines[2].split()[-5:] == ["1", "host.0", "4,", "nvme.0", "2"]
+    assert lines[-1].startswith("19 blocks, 304 tokens, 96 of them shared by several sequences; 4 of 5 runs are shown")
+    asked = admin.last
+    assert (asked.root, asked.limit, asked.depth, asked.model) == ("00ff", 4, 2, "llama-3-8b")
+    assert (asked.sort, asked.has_namespace) == ("hits", False)
+    answer = admin.answers["Tree"]
+    assert isinstance(answer, pb.TreeReply)
+    answer.Clear()
+    assert run("tree").stdout == "no block is cached\n"
 
 
 def test_blocks_are_headed_plainly(run: Run) -> None:

@@ -85,6 +85,10 @@ class NamespaceRegistry:
         """Layers of a block in each of these namespaces: [n]. Raises NotFound."""
         return self._each(ids, lambda namespace: namespace.spec.geometry.layers)
 
+    def tokens_per_block_of(self, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Tokens of a full block in each of these namespaces: [n]. Raises NotFound."""
+        return self._each(ids, lambda namespace: namespace.spec.tokens_per_block)
+
     def epochs_of(self, ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Epoch of each of these namespaces: [n]. Raises NotFound."""
         return self._each(ids, lambda namespace: namespace.epoch)

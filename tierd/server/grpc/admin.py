@@ -31,6 +31,7 @@ from tierd.server.operators.explaining import Explaining
 from tierd.server.operators.live import LiveSettings
 from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.scrubbing import Scrubbing
+from tierd.server.operators.tree import Trees
 from tierd.server.operators.wear import Wear
 from tierd.store_codecs import EncodingCounts
 from tierd.tiers.arena.arena import Arena
@@ -86,6 +87,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self._about = about
         self._scrubbing = Scrubbing(cache, about.scrub)
         self._explaining = Explaining(cache)
+        self._trees = Trees(cache)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         about, stats = self._about, self._cache.core.stats()
@@ -102,6 +104,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             counters=self._cache.metrics.counters(),
             notices=about.notices(),
             cpu_s=time.process_time(),
+            queues={"transfers": self._cache.flights.count, "links": self._cache.parts.mover.queued()},
         )
 
     async def Tiers(self, request: pb.TiersRequest, context: Any) -> pb.TiersReply:
@@ -241,6 +244,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         except ConfigError as error:
             raise InvalidArgument(str(error)) from None
         return pb.SetReply(changes=[pb.SettingChange(**change._asdict()) for change in changes])
+
+    async def Tree(self, request: pb.TreeRequest, context: Any) -> pb.TreeReply:
+        return await self._trees.reply(request)
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         priority, retention_s = self._said(row)

@@ -1,0 +1,1 @@
+"""The parts of `tierctl top`: answers, keys, view, rows, frame."""
