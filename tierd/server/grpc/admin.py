@@ -26,6 +26,7 @@ from tierd.core.index.namespaces import namespace_record
 from tierd.core.plan import TierStats
 from tierd.errors import InvalidArgument
 from tierd.server.grpc.caller import CALLER
+from tierd.server.operators.ceiling import Ceiling
 from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.scrubbing import Scrubbing
 from tierd.server.operators.wear import Wear
@@ -71,6 +72,7 @@ class About:
     scrub: Scrub
     wear: Wear
     recorder: Recorder
+    ceiling: Ceiling | None
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -216,6 +218,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Wear(self, request: pb.WearRequest, context: Any) -> pb.WearReply:
         return await self._about.wear.reply()
+
+    async def Ceiling(self, request: pb.CeilingRequest, context: Any) -> pb.CeilingReply:
+        if self._about.ceiling is None:
+            return pb.CeilingReply(trouble="server.ceiling is off; set it to true, and restart")
+        return await self._about.ceiling.reply()
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         priority, retention_s = self._said(row)
