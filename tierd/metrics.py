@@ -120,6 +120,13 @@ METRICS: Mapping[str, Row] = {
     "tierd_leases": Row("gauge", "leases", "Leases held."),
     "tierd_reservations": Row("gauge", "reservations", "Reservations open."),
     "tierd_queue_depth": Row("gauge", "entries", "Entries waiting in a queue.", ("queue",)),
+    "tierd_ceiling_hit_share": Row(
+        "gauge",
+        "share",
+        "Estimated share of tokens served if host memory and stores had factor times their size (inf: no limit), "
+        "over a window in seconds.",
+        ("window", "factor"),
+    ),
     "tierd_notices": Row(
         "gauge", "1", "Fallbacks: a facility that the machine lacks, and its replacement. Set at start.", ("what",)
     ),
@@ -170,6 +177,7 @@ class Metrics:
         self.leases = self._gauge("tierd_leases")
         self.reservations = self._gauge("tierd_reservations")
         self.queue_depth = self._gauge("tierd_queue_depth")
+        self.ceiling = self._gauge("tierd_ceiling_hit_share")
         self.notices = self._gauge("tierd_notices")
         self.info = self._gauge("tierd_info")
         ProcessCollector(namespace="tierd", registry=self.registry)

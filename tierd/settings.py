@@ -108,6 +108,10 @@ class ServerConfig:
     )
     log_format: Literal["console", "json"] = key("console", "Log lines as text, or one JSON object a line.")
     log_level: Literal["debug", "info", "warning", "error"] = key("info", "The lowest level that is logged.", live=True)
+    ceiling: bool = key(
+        True,
+        "Estimate the hit share that more memory would give, for `tierctl ceiling`: some 0.5 % of a core and 20 MiB.",
+    )
     watch_queue_events: int = key(
         10000,
         "Events kept for a slow watcher. The daemon drops more, and tells the watcher.",

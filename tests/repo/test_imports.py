@@ -36,6 +36,7 @@ PARTS: dict[str, set[str]] = {
     "live_settings": {"config", "errors", "settings"},
     "core": {"errors"},
     "policies": {"core", "errors"},
+    "ceiling": {"core", "policies"},
     "simulator": {"core", "policies", "config", "errors", "pictures", "units"},
     "kernels": {"core"} | EDGE,
     "codecs": {"core", "checksum", "native"} | EDGE,
@@ -103,6 +104,7 @@ BUILDERS: dict[str, set[str]] = {
     "client/session/device.py": {"kernels"},  # NVIDIA's driver by its bindings, and no kernel
     "server/lifecycle.py": {"policies", "mover"},
     "server/assembly.py": {"policies", "mover"},
+    "server/operators/ceiling.py": {"ceiling"},
     "server/operators/learned.py": {"policies"},  # it stores the state of the reuse learner
     "cli/daemon.py": {"server", "logs"},
     "cli/configuration.py": {"server", "settings"},  # it checks a file as a daemon would
@@ -135,6 +137,7 @@ BUILDERS: dict[str, set[str]] = {
 FOREIGN: dict[str, set[str]] = {
     "core": {"numpy"},
     "policies": {"numpy"},
+    "ceiling": {"numpy"},
     "client": {"numpy", "grpc", "google", "msgpack", "xxhash", "array_api_compat"},
     "errors": set(),
     "places": set(),

@@ -119,6 +119,11 @@ class AdminStub(object):
                 request_serializer=tierd_dot_v1_dot_admin__pb2.WearRequest.SerializeToString,
                 response_deserializer=tierd_dot_v1_dot_admin__pb2.WearReply.FromString,
                 _registered_method=True)
+        self.Ceiling = channel.unary_unary(
+                '/tierd.v1.Admin/Ceiling',
+                request_serializer=tierd_dot_v1_dot_admin__pb2.CeilingRequest.SerializeToString,
+                response_deserializer=tierd_dot_v1_dot_admin__pb2.CeilingReply.FromString,
+                _registered_method=True)
         self.RecordStart = channel.unary_unary(
                 '/tierd.v1.Admin/RecordStart',
                 request_serializer=tierd_dot_v1_dot_admin__pb2.RecordStartRequest.SerializeToString,
@@ -265,6 +270,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ceiling(self, request, context):
+        """The hit share that other sizes of memory would have given, over rolling windows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RecordStart(self, request, context):
         """Records clients' requests in a trace, with numbers for hashes and without tokens. One runs at a
         time, and ends by itself at its bounds.
@@ -393,6 +405,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Wear,
                     request_deserializer=tierd_dot_v1_dot_admin__pb2.WearRequest.FromString,
                     response_serializer=tierd_dot_v1_dot_admin__pb2.WearReply.SerializeToString,
+            ),
+            'Ceiling': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ceiling,
+                    request_deserializer=tierd_dot_v1_dot_admin__pb2.CeilingRequest.FromString,
+                    response_serializer=tierd_dot_v1_dot_admin__pb2.CeilingReply.SerializeToString,
             ),
             'RecordStart': grpc.unary_unary_rpc_method_handler(
                     servicer.RecordStart,
@@ -884,6 +901,33 @@ class Admin(object):
             '/tierd.v1.Admin/Wear',
             tierd_dot_v1_dot_admin__pb2.WearRequest.SerializeToString,
             tierd_dot_v1_dot_admin__pb2.WearReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ceiling(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tierd.v1.Admin/Ceiling',
+            tierd_dot_v1_dot_admin__pb2.CeilingRequest.SerializeToString,
+            tierd_dot_v1_dot_admin__pb2.CeilingReply.FromString,
             options,
             channel_credentials,
             insecure,

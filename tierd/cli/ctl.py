@@ -27,6 +27,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "sessions": ("look", "Lists the connected clients, with the leases and bytes of each."),
         "namespaces": ("look", "Lists the namespaces: model, tenant, epoch, blocks."),
         "engines": ("engines", "Lists the connected engines, and why some share no blocks."),
+        "ceiling": (
+            "ceiling",
+            "Shows the hit ratio that more memory would have given, over 15 minutes, an hour, a day.",
+        ),
         "wear": ("wear", "Shows the writes to each store, its wear budget, and its drive's life."),
     },
     "Act": {

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +21,7 @@ import structlog
 import tierd
 from tierd import metrics, places
 from tierd.config import ServerConfig, split_address
+from tierd.core.plan import GroupQuery
 from tierd.errors import ConfigError, NotFound, NotPermitted, TierdError
 from tierd.events.router_view import Names
 from tierd.page.app import App
@@ -33,6 +34,7 @@ from tierd.server.grpc.servers import Rpc
 from tierd.server.grpc.service import CacheService
 from tierd.server.grpc.unauthenticated import Unauthenticated
 from tierd.server.local_rpc.calls import LINES, LocalRpcServer
+from tierd.server.operators.ceiling import Ceiling
 from tierd.server.operators.gauges import Gauges
 from tierd.server.operators.learned import Learned
 from tierd.server.operators.live import LiveSettings
@@ -71,7 +73,8 @@ class Listeners:
         self.wear = Wear(daemon)
         self.learned = Learned(daemon.policies, Path(server.state_dir))
         self._recorder = Recorder(Path(server.state_dir) / "recordings", cache)
-        self._service.note_asked = self._recorder.note
+        self._ceiling = Ceiling(daemon) if server.ceiling else None
+        self._service.note_asked = self._note_asked
         self._credits = Credits(
             queue_limit=server.queue_limit,
             session_credits=server.session_credits,
@@ -141,6 +144,8 @@ class Listeners:
         self._gauges.stop()
         if self._view:
             self._view.stop()
+        if self._ceiling:
+            self._ceiling.stop()
         if self._metrics:
             await asyncio.to_thread(self._metrics.close)
         if self._tracing:
@@ -163,6 +168,8 @@ class Listeners:
         self._say_where()
         self._gauges.start()
         self.wear.start()
+        if self._ceiling:
+            self._ceiling.start()
         if not self._daemon.cache.clock.is_replay:
             self.learned.start()
 
@@ -239,6 +246,7 @@ class Listeners:
             wear=self.wear,
             recorder=self._recorder,
             live=self.live,
+            ceiling=self._ceiling,
         )
         admin = AdminService(daemon.cache, about=about)
         if daemon.config.server.page:
@@ -265,6 +273,11 @@ class Listeners:
         self._socket.greeting = {**self._socket.greeting, "credits": self._credits.share}
         self.sessions.limit = server.session_limit
         self._guard.call_timeout_s = server.call_timeout
+
+    def _note_asked(self, groups: Sequence[GroupQuery], *, is_lookup: bool) -> None:
+        self._recorder.note(groups, is_lookup=is_lookup)
+        if self._ceiling:
+            self._ceiling.note(groups, is_lookup=is_lookup)
 
     def _open_remote(self) -> str:
         """Opens the session for TCP. Returns the credential that its callers need."""

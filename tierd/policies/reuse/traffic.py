@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tierd.core.arrays.sets import every
 from tierd.core.eviction import Ids, SequenceRequest
-from tierd.core.index.blocks import Blocks
+from tierd.core.index.blocks import Blocks, Names
 from tierd.policies.reuse.features import NOTHING, first_group
 from tierd.policies.reuse.hazard import EDGES_S, age_of
 from tierd.policies.reuse.key_history import HISTORY, KeyHistory
@@ -88,6 +88,10 @@ class Traffic:
         """How likely each block is used again at all."""
         ages = np.maximum(now - self._blocks.last_used[blocks], 0.0)
         return self.learner.chance(self._learners(self._blocks.group[blocks]), ages)
+
+    def groups_of(self, names: Names) -> NDArray[np.uint16]:
+        """The groups that blocks were put into last, uint16 [n]; 0 if unknown."""
+        return self._history.recall(self._blocks.keys_of(names)).numbers["group"]
 
     def asked(self, request: SequenceRequest, now: float) -> None:
         """Learns from the request, and groups its blocks, also those held nowhere."""

@@ -27,6 +27,7 @@ from tierd.core.plan import TierStats
 from tierd.errors import ConfigError, InvalidArgument
 from tierd.live_settings import settings_of
 from tierd.server.grpc.caller import CALLER
+from tierd.server.operators.ceiling import Ceiling
 from tierd.server.operators.explaining import Explaining
 from tierd.server.operators.live import LiveSettings
 from tierd.server.operators.recorder import Recorder
@@ -76,6 +77,7 @@ class About:
     wear: Wear
     recorder: Recorder
     live: LiveSettings
+    ceiling: Ceiling | None
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -247,6 +249,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     async def Tree(self, request: pb.TreeRequest, context: Any) -> pb.TreeReply:
         return await self._trees.reply(request)
+
+    async def Ceiling(self, request: pb.CeilingRequest, context: Any) -> pb.CeilingReply:
+        if self._about.ceiling is None:
+            return pb.CeilingReply(trouble="server.ceiling is off; set it to true, and restart")
+        return await self._about.ceiling.reply()
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         priority, retention_s = self._said(row)

@@ -1,0 +1,221 @@
+"""The online ceiling: the hit share that other sizes of memory would give, for operators.
+
+It passes the clients' requests to the estimator (tierd/ceiling), whose work it cuts into pieces on
+the event loop. It also tells the estimator how many blocks the tiers hold. No call waits for it. A
+fault of the estimate ends the estimate, and nothing else.
+
+A request is a lookup, or an acquire without one. Engines look a prompt up, then acquire what was
+found. So an acquire within LOOKUP_S of a lookup with the same first block belongs to that lookup.
+Of several ranks and attention groups the first one stands for the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import structlog
+from prometheus_client import Counter
+
+from tierd._proto import admin_pb2 as pb
+from tierd.ceiling.estimator import FACTORS, LEAST_HELD, Estimator, Level, Shares
+from tierd.core.formats.block import Namespace, size_class
+from tierd.core.formats.model import TierKind, TierSpec
+from tierd.core.plan import GroupQuery, TierStats
+from tierd.server.assembly import Assembly
+
+log = structlog.get_logger(__name__)
+
+TICK_S = 15.0
+"""Interval of resizes and of gauges. Requests that wait are counted then, even if they are few."""
+LOOKUP_S = 60.0
+SMOOTHED = 64
+"""Requests over which the pages of a block are averaged: one for each rank and attention group."""
+LOOKUPS = 4096
+"""Lookups that may wait for their acquire."""
+
+
+class Lookups:
+    """The lookups whose acquire is yet to come, by the hash of their first block."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, tuple[int, float]] = {}
+
+    def is_request(self, first: bytes, now: float, *, is_lookup: bool) -> bool:
+        """Whether a call is a request of its own. first: the hash of its first block."""
+        count, at_s = self._waiting.pop(first, (0, now))
+        if now - at_s > LOOKUP_S:
+            count = 0
+        left = count + 1 if is_lookup else count - 1
+        if left > 0:
+            self._waiting[first] = (left, now if is_lookup else at_s)
+            if len(self._waiting) > LOOKUPS:
+                del self._waiting[next(iter(self._waiting))]
+        return is_lookup or not count
+
+
+class Ceiling:
+    """One per daemon, on its event loop."""
+
+    def __init__(self, daemon: Assembly) -> None:
+        self._cache, self._metrics = daemon.cache, daemon.metrics
+        tiers = sorted((tier.spec for tier in daemon.tiers), key=lambda spec: spec.distance)
+        self._levels = [list(specs) for _, specs in itertools.groupby(tiers, key=lambda spec: spec.distance)]
+        levels = [_level(specs) for specs in self._levels]
+        self._estimator = Estimator(levels, daemon.policies.traffic, self._cache.clock.now())
+        self._lookups, self._trouble = Lookups(), ""
+        self._held: dict[str, int] = {}
+        """The most pages that each tier has held."""
+        self._page_bytes, self._pages_per_block = 0, 1.0
+        self._hit = self._asked = 0
+        self._turn = asyncio.Lock()
+        self._working: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts the refresh."""
+        self._task = asyncio.create_task(self._refresh_for_ever())
+
+    def stop(self) -> None:
+        """Stops all work."""
+        for task in (self._task, self._working):
+            if task:
+                task.cancel()
+
+    def note(self, groups: Sequence[GroupQuery], *, is_lookup: bool) -> None:
+        """A client has made this call."""
+        with self._guarded():
+            group, now = groups[0], self._cache.clock.now()
+            if self._trouble or not len(group.hashes):
+                return
+            namespace = self._cache.registry.get(group.namespaces[0])
+            first = group.hashes[0].tobytes()
+            if namespace.id in group.namespaces and self._lookups.is_request(first, now, is_lookup=is_lookup):
+                self._ask(groups, namespace)
+
+    async def reply(self) -> pb.CeilingReply:
+        """The estimate, with all calls so far."""
+        await self._work()
+        trouble = self._trouble or self._too_few()
+        windows = [] if self._trouble else self._estimator.shares(self._cache.clock.now())
+        return pb.CeilingReply(
+            windows=[self._window(window, has_points=not trouble) for window in windows],
+            bytes=self._estimator.bytes,
+            trouble=trouble,
+        )
+
+    # -- inside
+
+    def _ask(self, groups: Sequence[GroupQuery], namespace: Namespace) -> None:
+        pages = sum(len(group.hashes) for group in groups) * namespace.spec.rank_count / len(groups[0].hashes)
+        if not self._page_bytes:
+            self._page_bytes, self._pages_per_block = size_class(namespace.spec.block_bytes), pages
+            self._resize()
+        self._pages_per_block += (pages - self._pages_per_block) / SMOOTHED
+        self._estimator.ask(groups[0])
+        if self._estimator.is_due and (self._working is None or self._working.done()):
+            self._working = asyncio.get_running_loop().create_task(self._work())
+
+    async def _work(self) -> None:
+        """Works on the requests that wait. Other tasks of the loop run between two steps."""
+        async with self._turn:
+            with self._guarded():
+                for _ in self._estimator.steps(self._cache.clock.now()) if not self._trouble else ():
+                    await asyncio.sleep(0)
+                self._count_measured()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A fault in here ends the estimate."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("the ceiling is no longer estimated")
+            self._trouble = f"internal fault ({error!r:.200}); see the daemon's log"
+
+    async def _refresh_for_ever(self) -> None:
+        while not self._trouble:
+            await asyncio.sleep(TICK_S)
+            await self._work()
+            async with self._turn:
+                with self._guarded():
+                    self._resize()
+                    self._set_gauges()
+
+    def _resize(self) -> None:
+        """Tells the estimator how many blocks the tiers hold."""
+        stats = {stats.name: stats for stats in self._cache.core.tier_stats()}
+        for name, tier in stats.items():
+            self._held[name] = max(self._held.get(name, 0), _pages(tier))
+        if self._page_bytes:
+            sizes = [sum(self._holds(spec, stats[spec.name]) for spec in specs) for specs in self._levels]
+            self._estimator.resize([size / self._pages_per_block for size in sizes])
+
+    def _holds(self, spec: TierSpec, stats: TierStats) -> float:
+        """Pages that a tier holds when it is full. Once it has evicted, what it held shows also the
+        space that size classes waste."""
+        held = self._held[spec.name]
+        if stats.evictions:
+            return held
+        page = stats.used_bytes / _pages(stats) if _pages(stats) else self._page_bytes + spec.slot_overhead_bytes
+        return max(held, (spec.capacity_bytes - spec.headroom_bytes) / page)
+
+    def _count_measured(self) -> None:
+        hit = _total(self._metrics.tokens_hit)
+        asked = hit + _total(self._metrics.tokens_missed)
+        self._estimator.measured(hit - self._hit, asked - self._asked, self._cache.clock.now())
+        self._hit, self._asked = hit, asked
+
+    def _too_few(self) -> str:
+        held = self._estimator.held
+        if not self._page_bytes or held >= LEAST_HELD:
+            return ""
+        return (
+            f"the sample holds {held:.0f} blocks of the tiers', an estimate needs {LEAST_HELD}: the tiers are small for "
+            "so many requests; record them, and use `tierctl simulate`"
+        )
+
+    def _bytes(self, factor: float) -> int:
+        """Memory and stores at a factor; 0: without limit."""
+        whole = sum(spec.capacity_bytes for specs in self._levels for spec in specs if spec.kind != TierKind.DEVICE)
+        return 0 if math.isinf(factor) else int(whole * factor)
+
+    def _window(self, shares: Shares, *, has_points: bool) -> pb.CeilingWindow:
+        points = zip(FACTORS, shares.by_factor, strict=False) if has_points else ()
+        return pb.CeilingWindow(
+            seconds=shares.seconds,
+            covered_s=shares.covered_s,
+            tokens=shares.tokens,
+            hit_share=shares.measured,
+            points=[
+                pb.CeilingPoint(factor=0 if math.isinf(f) else f, bytes=self._bytes(f), hit_share=share)
+                for f, share in points
+            ],
+        )
+
+    def _set_gauges(self) -> None:
+        gauge = self._metrics.ceiling
+        if self._too_few():
+            gauge.clear()
+            return
+        for window in self._estimator.shares(self._cache.clock.now()):
+            for factor, share in zip(FACTORS, window.by_factor, strict=False):
+                gauge.labels(window=f"{window.seconds:.0f}", factor=f"{factor:g}").set(share)
+
+
+def _level(specs: Sequence[TierSpec]) -> Level:
+    kind = specs[0].kind
+    return Level(kind is TierKind.NVME, specs[0].eviction == "reuse-index", grows=kind is not TierKind.DEVICE)
+
+
+def _pages(stats: TierStats) -> int:
+    return stats.pages_reserved + stats.pages_ready + stats.pages_retiring
+
+
+def _total(counter: Counter) -> int:
+    return sum(
+        int(sample.value) for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")
+    )
