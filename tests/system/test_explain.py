@@ -1,4 +1,4 @@
-"""`tierctl explain`: each planted cause is named, by a request's id, a block's hash or a prompt's tokens."""
+"""`tierctl explain` names planted causes, by a request's id, a block's hash or a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli import ctl
 from tierd.cli.admin import connect
+from tierd.cli.exits import ExitCode
 from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace
 from tierd.codecs.values import KVShape
 from tierd.core.formats.block import KVGeometry
@@ -334,3 +335,53 @@ def test_a_planted_cause_is_named(cause: Cause, tmp_path: Path) -> None:
     """After a situation with one cause, `tierctl explain` names that cause."""
     for found in CASES[cause](tmp_path):
         assert found["cause"] == cause, found
+
+
+def shown(its: World, *arguments: str) -> tuple[int, str]:
+    """Exit code and text of `tierctl explain` without --json."""
+    done = CliRunner().invoke(ctl.cli, ["explain", *arguments, "--target", its.daemon.target], prog_name="tierctl")
+    return done.exit_code, done.output
+
+
+def test_people_read_the_reasons(tmp_path: Path) -> None:
+    """The text has the latest misses first, a request's reasons, the runs of a prompt, and the record's size."""
+    with world(tmp_path) as its:
+        for name in ("first", "second"):
+            assert its.client.get(its.space, [7] * SIZE, request=name).tokens == 0
+        its.client.get(its.space, PROMPT, request="third")
+        await_true(lambda: len(its.ctl("explain")["requests"]) == 3, "three decisions")
+        lines = shown(its, "--misses", "--last", "5")[1].splitlines()
+        assert [line.split()[2] for line in lines[1:3]] == ["second", "first"]
+        assert lines[-1].startswith("the record: 3 decisions") and lines[-1].endswith("MiB of memory")
+        assert "get: hit_near: Served from memory." in shown(its, "third")[1]
+        assert "token ids" in shown(its, "fir")[1], "a prefix of an id is enough; a token file tells more"
+        path = tmp_path / "prompt"
+        path.write_text(" ".join(map(str, [*PROMPT, 1])), encoding="utf-8")
+        text = shown(its, str(path))[1]
+        assert "0-5" in text and "host.0 holds it." in text and "96-96" in text and "never_stored" in text
+        assert shown(its, its.space.hash(PROMPT)[0].tobytes().hex()[:10])[1].count("hit_near") == 1
+
+
+def test_bad_questions_have_remedies(tmp_path: Path) -> None:
+    """An unknown name, a file without token ids and an ambiguous namespace are errors that name the remedy."""
+    with world(tmp_path) as its:
+        its.fill(1)
+        path = tmp_path / "prompt"
+        for text, said in (
+            ("[1, 2", "write `[1, 2, 3]`"),
+            ("a b", "write `[1, 2, 3]`"),
+            ("", "no token ids"),
+            ("1 -2", ""),
+        ):
+            path.write_text(text, encoding="utf-8")
+            code, output = shown(its, str(path), "--model", "llama")
+            assert code == ExitCode.USAGE and said in output, output
+        path.write_text("1 2 3", encoding="utf-8")
+        for given, said in (
+            ([str(path)], "choose one with --namespace or --model"),
+            ([str(path), "--namespace", "77"], "tierctl namespaces"),
+            (["request-of-nobody"], "tierctl explain --last 20"),
+            (["abc123"], "no tier holds it"),
+        ):
+            code, output = shown(its, *given)
+            assert code != 0 and said in output, output

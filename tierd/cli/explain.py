@@ -17,7 +17,6 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
@@ -37,6 +36,7 @@ TOKENS_BYTES = 64 << 20
 """Longest token file."""
 UNSEEN = (Cause.NEVER_STORED, Cause.BEFORE_RECORD)
 HITS = (Cause.HIT_NEAR, Cause.HIT_FAR)
+HINT = "With a file of the prompt's token ids, explain also looks into the other namespaces."
 HIT_STYLES = {Cause.HIT_NEAR: "green", Cause.HIT_FAR: "cyan"}
 APART = ("model", "adapter", "weights_digest", "group", "rank_count", "codec", "tokens_per_block", "block_bytes")
 SHAPES = ("layers", "kv_heads", "head_dim", "dtype", "layout")
@@ -161,7 +161,7 @@ def likely_first(space: Space, others: Sequence[Space]) -> list[Space]:
 
 
 def differences(space: Space, other: Space) -> list[str]:
-    """What tells two namespaces apart: `adapter: 'a' here, '' there`."""
+    """The fields in which two namespaces differ: `adapter: 'a' here, '' there`."""
     pairs = [("tenant", space.text["tenant"], other.text["tenant"])]
     pairs += [(name, space.spec.get(name, ""), other.spec.get(name, "")) for name in (*APART, "salt")]
     shapes = space.spec.get("geometry", {}), other.spec.get("geometry", {})
@@ -236,6 +236,9 @@ def draw_requests(console: Console, reply: pb.ExplainReply, what: str) -> None:
     show_table(console, REQUEST_COLUMNS, rows, empty="the record has no such request")
     if what:
         draw_reasons(console, [(f"{row.kind}:", row.cause) for row in reply.requests])
+        if any(row.cause.cause in UNSEEN for row in reply.requests):
+            console.print()
+            console.print(Text(HINT, style="dim"), soft_wrap=not console.is_terminal)
     draw_record(console, reply)
 
 
@@ -289,8 +292,10 @@ def draw_reasons(console: Console, reasons: Sequence[tuple[str, pb.Cause]]) -> N
     """Prints each reason once, in words."""
     for head, cause in {(head, cause.text): (head, cause) for head, cause in reasons}.values():
         console.print()
-        ago = f" ({human_seconds(cause.ago_s)} ago)" if cause.ago_s >= 0 else ""
-        text = Text.assemble((f"{head} ".lstrip(), "dim"), cause_text(cause), f"{ago}. {cause.text}")
+        about = [f"block {cause.hash.hex()[:HASH_DIGITS]}"] if cause.hash else []
+        about += [f"{human_seconds(cause.ago_s)} ago"] if cause.ago_s >= 0 else []
+        said = f" ({', '.join(about)})" if about else ""
+        text = Text.assemble((f"{head} ".lstrip(), "dim"), cause_text(cause), f"{said}: {cause.text}")
         console.print(text, soft_wrap=not console.is_terminal)
 
 
@@ -307,6 +312,6 @@ def cause_text(cause: pb.Cause) -> Text:
 
 def draw_record(console: Console, reply: pb.ExplainReply) -> None:
     """Prints the size of the record."""
-    size = f"{human_count(reply.decisions)} decisions of the last {human_seconds(reply.since_s)} in {human_bytes(reply.bytes)}"
+    parts = f"{human_count(reply.decisions)} decisions", human_seconds(reply.since_s), human_bytes(reply.bytes)
     console.print()
-    console.print(Padding(Text(size, style="dim"), 0), soft_wrap=True)
+    console.print(Text("the record: {}, the last {}, {} of memory".format(*parts), style="dim"), soft_wrap=True)

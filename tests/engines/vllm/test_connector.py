@@ -16,6 +16,7 @@ import vllm
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
 from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import TRUSTING, VERIFIED, flushed, pages_like, prompt, spoil
+from tests.system.blocks import await_true
 from tests.system.damaged import Place, copy
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
@@ -86,10 +87,15 @@ def test_operators_find_a_request(llm: Engine, daemon: Daemon) -> None:
     assert llm.reset()
     assert llm.generate(asked, max_tokens=4)[0].cached == WHOLE
     with connect(daemon.target) as operator:
-        latest = operator.ask(pb.ExplainRequest(last=1)).requests[0]
-        its = operator.ask(pb.ExplainRequest(request=latest.request)).requests
-    assert latest.request and {row.kind for row in its} == {"lookup", "get"}
-    assert {row.cause.cause for row in its} == {Cause.HIT_NEAR}
+
+        def decisions() -> set[tuple[str, str]]:
+            latest = operator.ask(pb.ExplainRequest(last=1)).requests[0]
+            assert latest.request
+            its = operator.ask(pb.ExplainRequest(request=latest.request)).requests
+            return {(row.kind, row.cause.cause) for row in its}
+
+        # Both need no call, so the engine's processes report them a little later.
+        await_true(lambda: decisions() == {("lookup", Cause.HIT_NEAR), ("get", Cause.HIT_NEAR)}, "both decisions")
 
 
 def from_source(metrics: dict[str, float], source: str) -> float:

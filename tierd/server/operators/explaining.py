@@ -124,17 +124,17 @@ class Explaining:
             return None
         bits, serving = int(self._core.tier_bits(block)[0]), [tier.serving for tier in self._core.tier_stats()]
         tiers = [tier for tier in self._cache.tiers if bits >> tier.position & 1]
-        names = " and ".join(tier.spec.name for tier in tiers)
+        names = f"{' and '.join(tier.spec.name for tier in tiers)} hold{'s' if len(tiers) == 1 else ''} it"
         if not any(serving[tier.position] for tier in tiers):
-            return _cause(Cause.OUT_OF_SERVICE, f"{names} holds it and is out of service.", tier=tiers[0].spec.name)
+            return _cause(Cause.OUT_OF_SERVICE, f"{names}, out of service.", tier=tiers[0].spec.name)
         errors = [float(self._core.errors(self._core.extents(block, tier=tier.position))[0]) for tier in tiers]
         if min(errors) > sought.error_limit:
             limit = f"{sought.error_limit:.3g}"
-            text = f"{names} holds it with an error of up to {min(errors):.3g}; the client accepts {limit}."
+            text = f"{names} with an error of up to {min(errors):.3g}; the client accepts {limit}."
             facts = {"error": f"{min(errors):.3g}", "error_limit": limit}
             return _cause(Cause.TOO_COARSE, text, tier=tiers[0].spec.name, facts=facts)
         is_far = tiers[0].spec.kind is TierKind.NVME
-        return _cause(Cause.HIT_FAR if is_far else Cause.HIT_NEAR, f"{names} holds it.", tier=tiers[0].spec.name)
+        return _cause(Cause.HIT_FAR if is_far else Cause.HIT_NEAR, f"{names}.", tier=tiers[0].spec.name)
 
     def _lost(self, sought: Sought, losses: Losses) -> pb.Cause | None:
         """The cause if the record has the loss of the block."""
@@ -265,7 +265,7 @@ class Explaining:
         names = " and ".join(tier.spec.name for tier in far)
         text = f"{names} held a part. "
         if row["kind"] == Kind.LOOKUP:
-            text += "A lookup waits for nothing; a get of it reads."
+            text += "A lookup waits for nothing. A get waits for the read."
         elif row["waited_s"]:
             text += f"The get waited {1e3 * float(row['waited_s']):.3g} ms for the reads."
         else:
@@ -287,7 +287,7 @@ def _cause(
 
 
 def _wanted(row: Row) -> str:
-    """Who got the room of an evicted block."""
+    """The request that got the room of an evicted block, in words."""
     need = NEEDS.get(Reason(row["need"]), "a put of block" if row["wanted"].any() else "the next puts")
     name = f" {row['wanted'].tobytes().hex()[:SHOWN_DIGITS]}" if row["wanted"].any() else ""
     return f"{need}{name}" + (f" of session {row['session']}" if row["session"] else "")
