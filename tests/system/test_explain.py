@@ -344,7 +344,7 @@ def shown(its: World, *arguments: str) -> tuple[int, str]:
 
 
 def test_people_read_the_reasons(tmp_path: Path) -> None:
-    """The text has the latest misses first, a request's reasons, the runs of a prompt, and the record's size."""
+    """The text has the latest misses first, the reasons, the runs of a prompt and the record's size."""
     with world(tmp_path) as its:
         for name in ("first", "second"):
             assert its.client.get(its.space, [7] * SIZE, request=name).tokens == 0
@@ -363,7 +363,7 @@ def test_people_read_the_reasons(tmp_path: Path) -> None:
 
 
 def test_bad_questions_have_remedies(tmp_path: Path) -> None:
-    """An unknown name, a file without token ids and an ambiguous namespace are errors that name the remedy."""
+    """Unknown names, bad token files and ambiguous namespaces are errors that name the remedy."""
     with world(tmp_path) as its:
         its.fill(1)
         path = tmp_path / "prompt"

@@ -115,7 +115,7 @@ def test_a_claim_has_its_expected_times(is_on: bool) -> None:
 
 
 def test_decisions_to_compute_are_told_once() -> None:
-    """What was found and not loaded is told with its request and both times, once, though vLLM asks in each step."""
+    """A decision not to load is told once, with both times, though vLLM asks again in each step."""
     advice, its = engine(), found(*[0] * 50, *[1] * 50, pace=Pace(1e6))
     for request in ("a", "a", "b"):
         advice.claim(Match(1600, 0, 1700, request=request), its, Blocks(16, BYTES))
