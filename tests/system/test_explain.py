@@ -123,6 +123,8 @@ def never_stored(tmp_path: Path) -> Iterator[Any]:
         assert found["cause"]["hash"] == its.space.hash(tokens)[-1].tobytes().hex()
         its.put(its.space, tokens)
         assert its.request()["cause"] == found["cause"], "a later put does not change what was so"
+        its.ctl("evict", found["cause"]["hash"])
+        assert its.request()["cause"] == found["cause"], "nor does a later eviction"
         yield found["cause"]
 
 
@@ -240,6 +242,7 @@ def out_of_service(tmp_path: Path) -> Iterator[Any]:
             await_true(lambda: not its.ctl("tiers")["tiers"][1]["serving"], "the store out of service")
             faults.disarm()
         assert its.get() == 0
+        assert its.prompt()[0]["cause"] == Cause.OUT_OF_SERVICE
         yield its.request()["cause"]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from tierd.server.grpc.messages import hashes_of
 
 LAST_LIMIT = 1000
 """Requests in one answer."""
+PIECE = 32
+"""Requests or blocks that are explained before other calls run."""
 MATCHES = 100
 """Blocks of one prefix in one answer."""
 SHOWN_DIGITS = 12
@@ -68,16 +70,16 @@ class Explaining:
         InvalidArgument, NotFound."""
         reply = pb.ExplainReply(decisions=self._record.count, bytes=self._record.nbytes, since_s=self._record.age_s)
         if request.hashes:
-            reply.blocks.extend(self._prompt(request.namespace, hashes_of(request.hashes, "hashes")))
+            reply.blocks.extend(await self._prompt(request.namespace, hashes_of(request.hashes, "hashes")))
         elif request.block:
             reply.blocks.extend(await self._named(request.block))
         else:
-            reply.requests.extend(self._asked(request))
+            reply.requests.extend(await self._asked(request))
         return reply
 
     # -- blocks
 
-    def _prompt(self, namespace: int, hashes: Bytes) -> list[pb.Cause]:
+    async def _prompt(self, namespace: int, hashes: Bytes) -> list[pb.Cause]:
         """One cause a block, of the first rank that lacks it."""
         now, ranks = self._cache.clock.now(), self._cache.registry.get(namespace).ids
         its = np.full(len(hashes), ranks[0], np.int64)
@@ -85,7 +87,7 @@ class Explaining:
             its[self._core.find_blocks(rank, hashes) < 0] = rank
         losses = self._losses(hashes)
         sought = [Sought(int(of), name.tobytes(), now) for of, name in zip(its, hashes, strict=True)]
-        return [self._block(one, losses) for one in sought]
+        return [self._block(one, losses) async for one in _in_pieces(sought)]
 
     async def _named(self, prefix: str) -> list[pb.Cause]:
         """The blocks whose hash begins so: held, lost, or asked for in vain."""
@@ -122,10 +124,10 @@ class Explaining:
             return None
         if float(self._core.metas(block)["time_ms"][0]) / 1000 > self._core.unix_s(sought.at):
             return None
-        bits, serving = int(self._core.tier_bits(block)[0]), [tier.serving for tier in self._core.tier_stats()]
+        bits = int(self._core.tier_bits(block)[0])
         tiers = [tier for tier in self._cache.tiers if bits >> tier.position & 1]
         names = f"{' and '.join(tier.spec.name for tier in tiers)} hold{'s' if len(tiers) == 1 else ''} it"
-        if not any(serving[tier.position] for tier in tiers):
+        if not any(self._core.is_serving(tier.position) for tier in tiers):
             return _cause(Cause.OUT_OF_SERVICE, f"{names}, out of service.", tier=tiers[0].spec.name)
         errors = [float(self._core.errors(self._core.extents(block, tier=tier.position))[0]) for tier in tiers]
         if min(errors) > sought.error_limit:
@@ -192,7 +194,7 @@ class Explaining:
 
     # -- requests
 
-    def _asked(self, request: pb.ExplainRequest) -> list[pb.RequestDecision]:
+    async def _asked(self, request: pb.ExplainRequest) -> list[pb.RequestDecision]:
         ring = self._record.requests
         wanted = np.ones(len(ring.held), bool)
         if request.request:
@@ -204,7 +206,7 @@ class Explaining:
             wanted &= ring.held["miss"] > 0
         rows = ring.rows[ring.newest_first(true_rows(wanted))[: min(request.last or LAST_LIMIT, LAST_LIMIT)]]
         losses = self._losses(rows["missing"][rows["miss"] > 0]) if len(rows) else {}
-        return [self._request(row, losses) for row in rows]
+        return [self._request(row, losses) async for row in _in_pieces(rows)]
 
     def _request(self, row: Row, losses: Losses) -> pb.RequestDecision:
         namespace = int(row["namespace"]) or self._namespace_of(row)
@@ -284,6 +286,14 @@ def _cause(
     cause: Cause, text: str, *, tier: str = "", ago_s: float = -1.0, facts: Mapping[str, str] | None = None
 ) -> pb.Cause:
     return pb.Cause(cause=cause, text=text, tier=tier, ago_s=ago_s, facts=facts)
+
+
+async def _in_pieces(rows: Iterable[Any]) -> AsyncIterator[Any]:
+    """The rows; other calls run between two pieces of them."""
+    for number, row in enumerate(rows):
+        if number % PIECE == PIECE - 1:
+            await asyncio.sleep(0)
+        yield row
 
 
 def _wanted(row: Row) -> str:
