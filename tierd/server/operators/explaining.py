@@ -33,6 +33,8 @@ MATCHES = 100
 """Blocks of one prefix in one answer."""
 SHOWN_DIGITS = 12
 """Digits of a hash in a sentence."""
+SESSION_DIGITS = 8
+"""Digits of a session's number in a sentence, as in the tables of `tierctl`."""
 RETRIED_S = 60.0
 """A read that failed found its page bad at most so long before."""
 NEEDS = {
@@ -51,11 +53,11 @@ Losses = Mapping[tuple[int, bytes], list[Row]]
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """A block that somebody looked for. at: the cache's time; error_limit: of the request."""
+    """A block that somebody looked for. at: the cache's time; inf: now. error_limit: of the request."""
 
     namespace: int
     hash: bytes
-    at: float
+    at: float = math.inf
     error_limit: float = math.inf
 
 
@@ -81,12 +83,12 @@ class Explaining:
 
     async def _prompt(self, namespace: int, hashes: Bytes) -> list[pb.Cause]:
         """One cause a block, of the first rank that lacks it."""
-        now, ranks = self._cache.clock.now(), self._cache.registry.get(namespace).ids
+        ranks = self._cache.registry.get(namespace).ids
         its = np.full(len(hashes), ranks[0], np.int64)
         for rank in reversed(ranks):
             its[self._core.find_blocks(rank, hashes) < 0] = rank
         losses = self._losses(hashes)
-        sought = [Sought(int(of), name.tobytes(), now) for of, name in zip(its, hashes, strict=True)]
+        sought = [Sought(int(of), name.tobytes()) for of, name in zip(its, hashes, strict=True)]
         return [self._block(one, losses) async for one in _in_pieces(sought)]
 
     async def _named(self, prefix: str) -> list[pb.Cause]:
@@ -97,7 +99,9 @@ class Explaining:
             )
         held, requests = list[Row](), self._record.requests.held
         for ids in self._core.pieces():
-            held.extend(self._core.names(self._core.find_by_prefix(prefix, of=ids))[: MATCHES + 1])
+            held.extend(self._core.names(self._core.find_by_prefix(prefix, of=ids))[:MATCHES])
+            if len(held) > MATCHES:
+                break
             await asyncio.sleep(0)
         missed = requests[_begin_with(requests["missing"], prefix) & (requests["miss"] > 0)]
         lost = self._record.losses.held["freed"]
@@ -107,8 +111,8 @@ class Explaining:
         if not found:
             raise NotFound(f"block {prefix}: no tier holds it, and the record has neither its loss nor a get of it")
         if len({name for _, name in found}) > 1:
-            raise InvalidArgument(f"block {prefix}: {len(found)} blocks begin with it; give more digits")
-        sought = [Sought(namespace, name, self._cache.clock.now()) for namespace, name in sorted(found)[:MATCHES]]
+            raise InvalidArgument(f"block {prefix}: {len(found)} or more blocks begin with it; give more digits")
+        sought = [Sought(namespace, name) for namespace, name in sorted(found)[:MATCHES]]
         losses = self._losses(np.frombuffer(sought[0].hash, np.uint8)[None])
         return [self._block(one, losses) for one in sought]
 
@@ -167,7 +171,7 @@ class Explaining:
             facts |= {"policy": spec.eviction, "rank": str(page["rank"]), "candidates": str(page["candidates"])}
             text = f"{spec.name} evicted it, unused for {idle_s:.3g} s, by {spec.eviction}"
             if page["rank"]:
-                text += f" as number {page['rank']:,} of {page['candidates']:,} that could go, the coldest first"
+                text += f", rank {page['rank']:,} of {page['candidates']:,} candidates, the coldest first"
             else:
                 text += " with all blocks of its segment"
             if row["session"] or row["wanted"].any():
@@ -300,7 +304,7 @@ def _wanted(row: Row) -> str:
     """The request that got the room of an evicted block, in words."""
     need = NEEDS.get(Reason(row["need"]), "a put of block" if row["wanted"].any() else "the next puts")
     name = f" {row['wanted'].tobytes().hex()[:SHOWN_DIGITS]}" if row["wanted"].any() else ""
-    return f"{need}{name}" + (f" of session {row['session']}" if row["session"] else "")
+    return f"{need}{name}" + (f" of session {str(row['session'])[:SESSION_DIGITS]}" if row["session"] else "")
 
 
 def _heads(hashes: Bytes) -> Ids:
