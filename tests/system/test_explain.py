@@ -21,7 +21,7 @@ from tierd._proto import admin_pb2 as pb
 from tierd.cli import ctl
 from tierd.cli.admin import connect
 from tierd.cli.exits import ExitCode
-from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace
+from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.codecs.values import KVShape
 from tierd.core.formats.block import KVGeometry
 from tierd.decisions.causes import Cause
@@ -388,3 +388,19 @@ def test_bad_questions_have_remedies(tmp_path: Path) -> None:
         ):
             code, output = shown(its, *given)
             assert code != 0 and said in output, output
+
+
+def test_the_rank_that_lacks_a_block_is_named(tmp_path: Path) -> None:
+    """If one of two ranks lost a block, a lookup of both misses for the reason of that rank."""
+    with world(tmp_path, spec=replace(SPEC, rank_count=2)) as its:
+        hashes = its.space.hash(PROMPT)
+        blocks = [values(row, BLOCK_BYTES) for row in range(COUNT)]
+        assert its.client.put(its.space, PutGroup(its.space, hashes, rank=1), blocks)
+        its.ctl("evict", "--tier", "host.0")
+        for rank, count in ((0, COUNT), (1, 4)):
+            assert its.client.put(its.space, PutGroup(its.space, hashes[:count], rank=rank), blocks[:count])
+        both = Group(its.space, hashes, ranks=(0, 1), request="request-7")
+        assert its.client.lookup(both).tokens == 4 * SIZE
+        found = its.request()["cause"]
+        assert (found["cause"], found["namespace"]) == (Cause.EVICTED_BY_OPERATOR, its.space.id + 1)
+        assert its.prompt()[4]["namespace"] == its.space.id + 1 and its.prompt()[3]["cause"] == Cause.HIT_NEAR
