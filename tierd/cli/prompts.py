@@ -1,8 +1,8 @@
 """The blocks of a prompt in a namespace: a file of token ids, hashed as the namespace's clients do.
 
-Clients of the SDK name blocks by tierd's own chain of hashes. vLLM names them by its hashes, folded
-into the namespace; with `sha256_cbor` these follow from the tokens and vLLM's seed, which a
-connected scheduler tells. Tokens never leave this process.
+Clients of the SDK name blocks by tierd's own chain of hashes. vLLM folds its own hashes into the
+namespace. With `sha256_cbor` these follow from the tokens and from vLLM's seed. A connected
+scheduler tells the seed. Tokens never leave this process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COMPUTED = "sha256_cbor"
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A namespace of the daemon. text: its record, as the daemon's JSON has it. engine: the words of
-    a connected engine that hashes for it; empty: none."""
+    """A namespace of the daemon. text: its record. engine: the words of a connected engine that
+    hashes for it; empty: none."""
 
     id: int
     is_current: bool
