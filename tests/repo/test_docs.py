@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from tests.repo.source import ROOT, Module, functions, modules
+from tierd.decisions.causes import Cause
 from tierd.metrics import METRICS
 from tierd.settings import SECTIONS
 
@@ -109,3 +110,10 @@ def test_tests_promise_one_sentence() -> None:
         if name.split(".")[-1].startswith("test_") and not ast.get_docstring(node)
     ]
     assert silent == []
+
+
+def test_every_cause_has_an_example() -> None:
+    """The page about causes has a row for each of them, in the order of the code, and no other."""
+    page = (ROOT / "deploy" / "docs" / "explanation" / "why-it-missed.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE)
+    assert rows == list(Cause)

@@ -172,7 +172,19 @@ class LiveSession:
         )
 
     def _LookupRequest(self) -> Message:  # noqa: N802  # the message's name
-        return pb.LookupRequest(groups=self._groups())
+        computed = pb.Computed(request=b"r", tokens=TOKENS, load_s=1.0, compute_s=0.5)
+        return pb.LookupRequest(groups=self._groups(), computed=[computed] * self.mutator.random.randrange(2))
+
+    def _ExplainRequest(self) -> Message:  # noqa: N802
+        block = self.mutator.random.choice(self.stored or ["00"])[: self.mutator.random.choice((1, 12, 64))]
+        return self.mutator.random.choice(
+            (
+                apb.ExplainRequest(last=5, misses=self.chance(0.5)),
+                apb.ExplainRequest(request="r"),
+                apb.ExplainRequest(block=block),
+                apb.ExplainRequest(hashes=self._names().tobytes(), namespace=self._namespace()),
+            )
+        )
 
     def _AcquireRequest(self) -> Message:  # noqa: N802
         return pb.AcquireRequest(groups=self._groups(), tier=pb.TIER_KIND_HOST)
@@ -265,6 +277,7 @@ class LiveSession:
             tokens=TOKENS * len(names) - self.mutator.random.choice((0, 0, 3)),
             need=self.mutator.random.choice((pb.NEED_PREFIX, pb.NEED_PREFIX, pb.NEED_LAST_TOKENS, pb.NEED_LAST_STATE)),
             need_tokens=self.mutator.random.choice((0, TOKENS)),
+            request=self.mutator.random.choice((b"", b"r")),
         )
 
     def _reserve(self) -> pb.ReserveRequest:

@@ -1,4 +1,4 @@
-"""`tierctl explain`: each planted cause is named, by a request's id, a block's hash or a prompt's tokens."""
+"""`tierctl explain` names planted causes, by a request's id, a block's hash or a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
 from tierd.cli import ctl
 from tierd.cli.admin import connect
-from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace
+from tierd.cli.exits import ExitCode
+from tierd.client import Client, Group, NamespaceSpec, OpenedNamespace, PutGroup
 from tierd.codecs.values import KVShape
 from tierd.core.formats.block import KVGeometry
 from tierd.decisions.causes import Cause
@@ -122,6 +123,8 @@ def never_stored(tmp_path: Path) -> Iterator[Any]:
         assert found["cause"]["hash"] == its.space.hash(tokens)[-1].tobytes().hex()
         its.put(its.space, tokens)
         assert its.request()["cause"] == found["cause"], "a later put does not change what was so"
+        its.ctl("evict", found["cause"]["hash"])
+        assert its.request()["cause"] == found["cause"], "nor does a later eviction"
         yield found["cause"]
 
 
@@ -239,6 +242,7 @@ def out_of_service(tmp_path: Path) -> Iterator[Any]:
             await_true(lambda: not its.ctl("tiers")["tiers"][1]["serving"], "the store out of service")
             faults.disarm()
         assert its.get() == 0
+        assert its.prompt()[0]["cause"] == Cause.OUT_OF_SERVICE
         yield its.request()["cause"]
 
 
@@ -334,3 +338,69 @@ def test_a_planted_cause_is_named(cause: Cause, tmp_path: Path) -> None:
     """After a situation with one cause, `tierctl explain` names that cause."""
     for found in CASES[cause](tmp_path):
         assert found["cause"] == cause, found
+
+
+def shown(its: World, *arguments: str) -> tuple[int, str]:
+    """Exit code and text of `tierctl explain` without --json."""
+    done = CliRunner().invoke(ctl.cli, ["explain", *arguments, "--target", its.daemon.target], prog_name="tierctl")
+    return done.exit_code, done.output
+
+
+def test_people_read_the_reasons(tmp_path: Path) -> None:
+    """The text has the latest misses first, the reasons, the runs of a prompt and the record's size."""
+    with world(tmp_path) as its:
+        for name in ("first", "second"):
+            assert its.client.get(its.space, [7] * SIZE, request=name).tokens == 0
+        its.client.get(its.space, PROMPT, request="third")
+        await_true(lambda: len(its.ctl("explain")["requests"]) == 3, "three decisions")
+        lines = shown(its, "--misses", "--last", "5")[1].splitlines()
+        assert [line.split()[2] for line in lines[1:3]] == ["second", "first"]
+        assert lines[-1].startswith("the record: 3 decisions") and lines[-1].endswith("MiB of memory")
+        assert "get: hit_near: Served from memory." in shown(its, "third")[1]
+        assert "token ids" in shown(its, "fir")[1], "a prefix of an id is enough; a token file tells more"
+        path = tmp_path / "prompt"
+        path.write_text(" ".join(map(str, [*PROMPT, 1])), encoding="utf-8")
+        text = shown(its, str(path))[1]
+        assert "0-5" in text and "host.0 holds it." in text and "96-96" in text and "never_stored" in text
+        assert shown(its, its.space.hash(PROMPT)[0].tobytes().hex()[:10])[1].count("hit_near") == 1
+
+
+def test_bad_questions_have_remedies(tmp_path: Path) -> None:
+    """Unknown names, bad token files and ambiguous namespaces are errors that name the remedy."""
+    with world(tmp_path) as its:
+        its.fill(1)
+        path = tmp_path / "prompt"
+        for text, said in (
+            ("[1, 2", "write `[1, 2, 3]`"),
+            ("a b", "write `[1, 2, 3]`"),
+            ("", "no token ids"),
+            ("1 -2", ""),
+        ):
+            path.write_text(text, encoding="utf-8")
+            code, output = shown(its, str(path), "--model", "llama")
+            assert code == ExitCode.USAGE and said in output, output
+        path.write_text("1 2 3", encoding="utf-8")
+        for given, said in (
+            ([str(path)], "choose one with --namespace or --model"),
+            ([str(path), "--namespace", "77"], "tierctl namespaces"),
+            (["request-of-nobody"], "tierctl explain --last 20"),
+            (["abc123"], "no tier holds it"),
+        ):
+            code, output = shown(its, *given)
+            assert code != 0 and said in output, output
+
+
+def test_the_rank_that_lacks_a_block_is_named(tmp_path: Path) -> None:
+    """If one of two ranks lost a block, a lookup of both misses for the reason of that rank."""
+    with world(tmp_path, spec=replace(SPEC, rank_count=2)) as its:
+        hashes = its.space.hash(PROMPT)
+        blocks = [values(row, BLOCK_BYTES) for row in range(COUNT)]
+        assert its.client.put(its.space, PutGroup(its.space, hashes, rank=1), blocks)
+        its.ctl("evict", "--tier", "host.0")
+        for rank, count in ((0, COUNT), (1, 4)):
+            assert its.client.put(its.space, PutGroup(its.space, hashes[:count], rank=rank), blocks[:count])
+        both = Group(its.space, hashes, ranks=(0, 1), request="request-7")
+        assert its.client.lookup(both).tokens == 4 * SIZE
+        found = its.request()["cause"]
+        assert (found["cause"], found["namespace"]) == (Cause.EVICTED_BY_OPERATOR, its.space.id + 1)
+        assert its.prompt()[4]["namespace"] == its.space.id + 1 and its.prompt()[3]["cause"] == Cause.HIT_NEAR

@@ -88,7 +88,8 @@ class Calls:
         ns, some = self.namespace, self.maybe
         tokens = self.chance.choice((None, 40, 48))
         need = self.chance.choice(list(Need))
-        return Group(some(ns), some(self.hashes()), some(tokens), some((0, 1)), some(need), some(16))
+        name = some("request-7")
+        return Group(some(ns), some(self.hashes()), some(tokens), some((0, 1)), some(need), some(16), request=name)
 
     def put_group(self) -> Any:
         ns, some, hashes = self.namespace, self.maybe, self.hashes()
@@ -114,7 +115,7 @@ VERBS: dict[str, Callable[[Calls], tuple[list[Any], dict[str, Any]]]] = {
     "cancel": lambda c: ([c.maybe(Prefetch.of(2, (1, 2)), 0.7)], {"timeout_s": 5}),
     "get": lambda c: (
         [c.namespace, c.chance.choice((c.tokens, c.hashes, c.group))()],
-        {"out": c.chance.choice((None, bytearray(3 * 4096), [bytearray(4096) for _ in range(3)])), "timeout_s": 5},
+        {"out": c.chance.choice((None, bytearray(3 * 4096), [bytearray(4096) for _ in range(3)])), "request": "r", "timeout_s": 5},
     ),
     "reserve": lambda c: ([c.put_group()], {"tier": "host", "timeout_s": 5}),
     "put": lambda c: (
@@ -204,7 +205,7 @@ def test_every_verb_is_fuzzed() -> None:
     """The fuzzer covers every verb of both clients that waits and takes arguments."""
     for kind in (Client, AsyncClient):
         verbs = {name for name, verb in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
-        assert verbs - {"close", "watch", "introduce"} == set(VERBS)
+        assert verbs - {"close", "watch", "introduce", "note_computed"} == set(VERBS)
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e300, HUGE, 2**40], ids=["inf", "1e300", "huge", "2^40"])

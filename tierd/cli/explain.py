@@ -1,23 +1,19 @@
 """`tierctl explain`: why requests hit or missed, from the daemon's record of decisions.
 
-The daemon explains requests and blocks. A prompt's tokens stay here: they are hashed by the rule of
-its namespace. If the daemon has never seen a block of it, the prompt is hashed by the rules of the
-other namespaces too. So a wrong adapter, salt, tenant or epoch is found.
+The daemon explains requests and blocks. If it has never seen a block of a prompt, the prompt is
+hashed by the rules of the other namespaces too (prompts.py). So a wrong adapter, salt, tenant or
+epoch is found.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 from rich.console import Console
-from rich.padding import Padding
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
@@ -26,17 +22,16 @@ from tierd.cli.ask import Ask, listing
 from tierd.cli.blocks import HASH_DIGITS
 from tierd.cli.figures import human_bytes, human_count, human_seconds
 from tierd.cli.help import example
+from tierd.cli.prompts import Space, chosen, spaces_of, tokens_of
 from tierd.cli.render import Cell, Column, show_table
-from tierd.core.formats.block import hash_tokens
 from tierd.decisions.causes import MEANINGS, Cause
-from tierd.errors import InvalidArgument, NotFound
+from tierd.errors import NotFound, Unsupported
 
 OTHERS_LIMIT = 256
 """Other namespaces that a prompt is looked for in."""
-TOKENS_BYTES = 64 << 20
-"""Longest token file."""
 UNSEEN = (Cause.NEVER_STORED, Cause.BEFORE_RECORD)
 HITS = (Cause.HIT_NEAR, Cause.HIT_FAR)
+HINT = "With a file of the prompt's token ids, explain also looks into the other namespaces."
 HIT_STYLES = {Cause.HIT_NEAR: "green", Cause.HIT_FAR: "cyan"}
 APART = ("model", "adapter", "weights_digest", "group", "rank_count", "codec", "tokens_per_block", "block_bytes")
 SHAPES = ("layers", "kv_heads", "head_dim", "dtype", "layout")
@@ -64,26 +59,6 @@ BLOCK_COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """A namespace of the daemon. text: its record, as the daemon's JSON has it."""
-
-    id: int
-    is_current: bool
-    text: dict[str, Any]
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The fields of its spec."""
-        spec: dict[str, Any] = self.text["spec"]
-        return spec
-
-    def hashes(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-        """The block hashes of a prompt, uint8 [blocks, 32], a short last block included."""
-        size = int(self.spec["tokens_per_block"])
-        return hash_tokens(tokens, digest=bytes.fromhex(self.text["digest"]), tokens_per_block=size, with_tail=True)
-
-
 @click.command(
     epilog=example(
         "tierctl explain --last 20 --misses",
@@ -98,7 +73,7 @@ class Space:
 @click.option("--namespace", type=int, help="Namespace of the token file, by its id.")
 @click.option("--model", default="", help="Model of the token file, if it has one namespace.")
 @listing
-def explain(ask: Ask, what: str, *, last: int, misses: bool, namespace: int | None, model: str) -> None:
+def explain(ask: Ask, what: str, *, last: int, misses: bool, **which: Any) -> None:
     """Tells why requests hit or missed.
 
     Without an argument it lists the latest requests. REQUEST: the engine's id of one. HASH: the
@@ -108,8 +83,8 @@ def explain(ask: Ask, what: str, *, last: int, misses: bool, namespace: int | No
     with ask.connect() as daemon:
         if what and Path(what).is_file():
             tokens = tokens_of(Path(what))
-            spaces = spaces_of(daemon)
-            space = chosen(spaces, namespace=namespace, model=model)
+            spaces = spaces_of(daemon.ask(pb.NamespacesRequest()).namespaces, daemon.ask(pb.SessionsRequest()).sessions)
+            space = chosen(spaces, **which)
             answer = explain_prompt(daemon, space, tokens, others=[one for one in spaces if one.id != space.id])
             ask.show(answer, lambda console, reply: draw_prompt(console, reply, space, len(tokens)))
             return
@@ -139,12 +114,14 @@ def explain_prompt(
     reply = daemon.ask(pb.ExplainRequest(hashes=hashes.tobytes(), namespace=space.id))
     unseen = [row for row, cause in enumerate(reply.blocks) if cause.cause in UNSEEN]
     for other in likely_first(space, others) if unseen else ():
-        size, its = int(space.spec["tokens_per_block"]), int(other.spec["tokens_per_block"])
-        names = other.hashes(tokens)
-        rows = [row for row in unseen if row * size // its < len(names)]
+        try:
+            names = other.hashes(tokens)
+        except Unsupported:
+            continue
+        rows = [row for row in unseen if row * space.size // other.size < len(names)]
         if not rows:
             continue
-        wanted = names[[row * size // its for row in rows]]
+        wanted = names[[row * space.size // other.size for row in rows]]
         found = daemon.ask(pb.ExplainRequest(hashes=wanted.tobytes(), namespace=other.id)).blocks
         is_there = [cause.cause in HITS or cause.ago_s >= 0 for cause in found]
         if is_there[0]:
@@ -161,7 +138,7 @@ def likely_first(space: Space, others: Sequence[Space]) -> list[Space]:
 
 
 def differences(space: Space, other: Space) -> list[str]:
-    """What tells two namespaces apart: `adapter: 'a' here, '' there`."""
+    """The fields in which two namespaces differ: `adapter: 'a' here, '' there`."""
     pairs = [("tenant", space.text["tenant"], other.text["tenant"])]
     pairs += [(name, space.spec.get(name, ""), other.spec.get(name, "")) for name in (*APART, "salt")]
     shapes = space.spec.get("geometry", {}), other.spec.get("geometry", {})
@@ -194,48 +171,15 @@ def elsewhere(space: Space, other: Space, found: pb.Cause, hash: bytes) -> pb.Ca
     )
 
 
-def tokens_of(path: Path) -> list[int]:
-    """The token ids in a file. Raises InvalidArgument."""
-    if path.stat().st_size > TOKENS_BYTES:
-        raise InvalidArgument(f"{path}: above {TOKENS_BYTES >> 20} MiB; a file has one prompt's token ids")
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
-    try:
-        found = json.loads(text) if text.startswith("[") else text.split()
-        tokens = [int(token) for token in found]
-    except (ValueError, TypeError) as error:
-        raise InvalidArgument(f"{path}: no list of token ids ({error}); write `[1, 2, 3]` or `1 2 3`") from None
-    if not tokens:
-        raise InvalidArgument(f"{path}: no token ids; write `[1, 2, 3]` or `1 2 3`")
-    return tokens
-
-
-def spaces_of(daemon: Connection) -> list[Space]:
-    """All namespaces of the daemon."""
-    rows = daemon.ask(pb.NamespacesRequest()).namespaces
-    return [Space(row.id, row.current, json.loads(row.text)) for row in rows]
-
-
-def chosen(spaces: Sequence[Space], *, namespace: int | None, model: str) -> Space:
-    """The namespace of a prompt. Raises InvalidArgument, NotFound."""
-    fits = [
-        one
-        for one in spaces
-        if (one.id == namespace if namespace is not None else one.is_current and model in ("", one.spec["model"]))
-    ]
-    if not fits:
-        raise NotFound(f"namespace {namespace or model}: unknown; list them with `tierctl namespaces`")
-    if len(fits) > 1:
-        names = ", ".join(f"{one.id} ({one.spec['model']})" for one in fits[:8])
-        raise InvalidArgument(f"namespace: {len(fits)} fit: {names}; choose one with --namespace or --model")
-    return fits[0]
-
-
 def draw_requests(console: Console, reply: pb.ExplainReply, what: str) -> None:
     """Prints a row for each request; for one id also the reasons in words."""
     rows = [request_row(row) for row in reply.requests]
     show_table(console, REQUEST_COLUMNS, rows, empty="the record has no such request")
     if what:
         draw_reasons(console, [(f"{row.kind}:", row.cause) for row in reply.requests])
+        if any(row.cause.cause in UNSEEN for row in reply.requests):
+            console.print()
+            console.print(Text(HINT, style="dim"), soft_wrap=not console.is_terminal)
     draw_record(console, reply)
 
 
@@ -258,7 +202,7 @@ def request_row(row: pb.RequestDecision) -> list[Cell]:
 
 def draw_prompt(console: Console, reply: pb.ExplainReply, space: Space, tokens: int) -> None:
     """Prints a row for each run of blocks with one cause, and the reasons in words."""
-    size, rows, reasons = int(space.spec["tokens_per_block"]), list[list[Cell]](), list[tuple[str, pb.Cause]]()
+    size, rows, reasons = space.size, list[list[Cell]](), list[tuple[str, pb.Cause]]()
     for first, last, cause in runs(reply.blocks):
         blocks = str(first) if first == last else f"{first}-{last}"
         covered = f"{first * size:,}-{min(tokens, (last + 1) * size) - 1:,}"
@@ -289,8 +233,10 @@ def draw_reasons(console: Console, reasons: Sequence[tuple[str, pb.Cause]]) -> N
     """Prints each reason once, in words."""
     for head, cause in {(head, cause.text): (head, cause) for head, cause in reasons}.values():
         console.print()
-        ago = f" ({human_seconds(cause.ago_s)} ago)" if cause.ago_s >= 0 else ""
-        text = Text.assemble((f"{head} ".lstrip(), "dim"), cause_text(cause), f"{ago}. {cause.text}")
+        about = [f"block {cause.hash.hex()[:HASH_DIGITS]}"] if cause.hash else []
+        about += [f"{human_seconds(cause.ago_s)} ago"] if cause.ago_s >= 0 else []
+        said = f" ({', '.join(about)})" if about else ""
+        text = Text.assemble((f"{head} ".lstrip(), "dim"), cause_text(cause), f"{said}: {cause.text}")
         console.print(text, soft_wrap=not console.is_terminal)
 
 
@@ -307,6 +253,6 @@ def cause_text(cause: pb.Cause) -> Text:
 
 def draw_record(console: Console, reply: pb.ExplainReply) -> None:
     """Prints the size of the record."""
-    size = f"{human_count(reply.decisions)} decisions of the last {human_seconds(reply.since_s)} in {human_bytes(reply.bytes)}"
+    parts = f"{human_count(reply.decisions)} decisions", human_seconds(reply.since_s), human_bytes(reply.bytes)
     console.print()
-    console.print(Padding(Text(size, style="dim"), 0), soft_wrap=True)
+    console.print(Text("the record: {}, the last {}, {} of memory".format(*parts), style="dim"), soft_wrap=True)

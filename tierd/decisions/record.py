@@ -39,7 +39,7 @@ _CAUSE = struct.Struct(f"<dQB{HASH_BYTES}s")
 
 
 class Kind(enum.IntEnum):
-    """What a row of requests is about."""
+    """The subject of a row of requests."""
 
     LOOKUP = 0
     GET = 1

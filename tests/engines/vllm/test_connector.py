@@ -3,11 +3,13 @@ failure."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 pytest.importorskip("vllm", reason="vllm is not installed: make test-engines runs this in an environment of its own")
 
@@ -16,8 +18,10 @@ import vllm
 from tests.engines.vllm.connected import BLOCK_TOKENS, CLOSE, assert_same, await_hits, connector, counted, to_the_store
 from tests.engines.vllm.engine import Engine
 from tests.engines.vllm.tiered import TRUSTING, VERIFIED, flushed, pages_like, prompt, spoil
+from tests.system.blocks import await_true
 from tests.system.damaged import Place, copy
 from tierd._proto import admin_pb2 as pb
+from tierd.cli import ctl
 from tierd.cli.admin import connect
 from tierd.decisions.causes import Cause
 from tierd.integrations.versions import release_of
@@ -86,10 +90,27 @@ def test_operators_find_a_request(llm: Engine, daemon: Daemon) -> None:
     assert llm.reset()
     assert llm.generate(asked, max_tokens=4)[0].cached == WHOLE
     with connect(daemon.target) as operator:
-        latest = operator.ask(pb.ExplainRequest(last=1)).requests[0]
-        its = operator.ask(pb.ExplainRequest(request=latest.request)).requests
-    assert latest.request and {row.kind for row in its} == {"lookup", "get"}
-    assert {row.cause.cause for row in its} == {Cause.HIT_NEAR}
+
+        def decisions() -> set[tuple[str, str]]:
+            latest = operator.ask(pb.ExplainRequest(last=1)).requests[0]
+            assert latest.request
+            its = operator.ask(pb.ExplainRequest(request=latest.request)).requests
+            return {(row.kind, row.cause.cause) for row in its}
+
+        # Both need no call, so the engine's processes report them a little later.
+        await_true(lambda: decisions() == {("lookup", Cause.HIT_NEAR), ("get", Cause.HIT_NEAR)}, "both decisions")
+
+
+def test_a_prompt_is_found_by_its_tokens(llm: Engine, daemon: Daemon, tmp_path: Path) -> None:
+    """`tierctl explain FILE` computes vLLM's hashes of a prompt, and finds its blocks."""
+    tokens = prompt(4, PROMPT_TOKENS)
+    llm.generate([tokens], max_tokens=4)
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps(tokens), encoding="utf-8")
+    done = CliRunner().invoke(ctl.cli, ["explain", str(path), "--json", "--target", daemon.target])
+    assert done.exit_code == 0, done.output
+    blocks = json.loads(done.stdout)["blocks"]
+    assert [one["cause"] for one in blocks] == [Cause.HIT_NEAR] * (PROMPT_TOKENS // BLOCK_TOKENS)
 
 
 def from_source(metrics: dict[str, float], source: str) -> float:

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,10 @@ import pytest
 
 from tests.unit.cache.world import CONFIG, SOON_S, World, opened
 from tests.unit.tiers.store_world import kind_of
+from tierd._proto import admin_pb2 as pb
 from tierd.cache.operator import Flushed, Operator
+from tierd.decisions.causes import Cause
+from tierd.server.operators.explaining import Explaining
 from tierd.testing import chain
 from tierd.tiers.io.files import OsFiles
 from tierd.tiers.store.nvme import NvmeStore
@@ -194,3 +198,14 @@ async def test_reads_of_what_was_lost_count_for_no_fault(world: World, monkeypat
     world.cache.health.look()
     assert len(world.cache.core.quarantined(1)) == 0
     assert not await mend(world)
+
+
+async def test_the_loss_explains_later_misses(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last copies went with a failed sync, a get's miss has that cause."""
+    await Operator(world.cache).evict([], "host.0")
+    await lose(world, monkeypatch)
+    await mend(world)
+    assert not (await world.acquire(BLOCKS)).served.tokens
+    await asyncio.sleep(0)  # a get is recorded after its answer
+    (row,) = (await Explaining(world.cache).reply(pb.ExplainRequest(last=1))).requests
+    assert (row.cause.cause, row.cause.tier, row.cause.hash) == (Cause.STORE_FAILED, "nvme.0", BLOCKS[0].tobytes())

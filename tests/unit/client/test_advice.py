@@ -112,3 +112,15 @@ def test_a_claim_has_its_expected_times(is_on: bool) -> None:
     claim = advice.claim(Match(its.tokens, 0, its.tokens + 40), its, Blocks(16, BYTES))
     assert claim.load_s == pytest.approx(800 * BYTES / 2e10)
     assert claim.compute_s == pytest.approx(2e-3 + 800 / 30_000, rel=0.05)
+
+
+def test_decisions_to_compute_are_told_once() -> None:
+    """A decision not to load is told once, with both times, though vLLM asks again in each step."""
+    advice, its = engine(), found(*[0] * 50, *[1] * 50, pace=Pace(1e6))
+    for request in ("a", "a", "b"):
+        advice.claim(Match(1600, 0, 1700, request=request), its, Blocks(16, BYTES))
+    told = advice.take_computed()
+    assert [(one.request, one.tokens) for one in told] == [("a", 800), ("b", 800)]
+    assert all(0 < one.compute_s < one.load_s for one in told) and advice.take_computed() == []
+    claimed(engine(is_on=False), its)
+    assert engine(is_on=False).take_computed() == []

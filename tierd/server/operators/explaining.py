@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,14 @@ from tierd.server.grpc.messages import hashes_of
 
 LAST_LIMIT = 1000
 """Requests in one answer."""
+PIECE = 32
+"""Requests or blocks that are explained before other calls run."""
 MATCHES = 100
 """Blocks of one prefix in one answer."""
 SHOWN_DIGITS = 12
 """Digits of a hash in a sentence."""
+SESSION_DIGITS = 8
+"""Digits of a session's number in a sentence, as in the tables of `tierctl`."""
 RETRIED_S = 60.0
 """A read that failed found its page bad at most so long before."""
 NEEDS = {
@@ -49,11 +53,11 @@ Losses = Mapping[tuple[int, bytes], list[Row]]
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """A block that somebody looked for. at: the cache's time; error_limit: of the request."""
+    """A block that somebody looked for. at: the cache's time; inf: now. error_limit: of the request."""
 
     namespace: int
     hash: bytes
-    at: float
+    at: float = math.inf
     error_limit: float = math.inf
 
 
@@ -68,24 +72,24 @@ class Explaining:
         InvalidArgument, NotFound."""
         reply = pb.ExplainReply(decisions=self._record.count, bytes=self._record.nbytes, since_s=self._record.age_s)
         if request.hashes:
-            reply.blocks.extend(self._prompt(request.namespace, hashes_of(request.hashes, "hashes")))
+            reply.blocks.extend(await self._prompt(request.namespace, hashes_of(request.hashes, "hashes")))
         elif request.block:
             reply.blocks.extend(await self._named(request.block))
         else:
-            reply.requests.extend(self._asked(request))
+            reply.requests.extend(await self._asked(request))
         return reply
 
     # -- blocks
 
-    def _prompt(self, namespace: int, hashes: Bytes) -> list[pb.Cause]:
+    async def _prompt(self, namespace: int, hashes: Bytes) -> list[pb.Cause]:
         """One cause a block, of the first rank that lacks it."""
-        now, ranks = self._cache.clock.now(), self._cache.registry.get(namespace).ids
+        ranks = self._cache.registry.get(namespace).ids
         its = np.full(len(hashes), ranks[0], np.int64)
         for rank in reversed(ranks):
             its[self._core.find_blocks(rank, hashes) < 0] = rank
         losses = self._losses(hashes)
-        sought = [Sought(int(of), name.tobytes(), now) for of, name in zip(its, hashes, strict=True)]
-        return [self._block(one, losses) for one in sought]
+        sought = [Sought(int(of), name.tobytes()) for of, name in zip(its, hashes, strict=True)]
+        return [self._block(one, losses) async for one in _in_pieces(sought)]
 
     async def _named(self, prefix: str) -> list[pb.Cause]:
         """The blocks whose hash begins so: held, lost, or asked for in vain."""
@@ -95,7 +99,9 @@ class Explaining:
             )
         held, requests = list[Row](), self._record.requests.held
         for ids in self._core.pieces():
-            held.extend(self._core.names(self._core.find_by_prefix(prefix, of=ids))[: MATCHES + 1])
+            held.extend(self._core.names(self._core.find_by_prefix(prefix, of=ids))[:MATCHES])
+            if len(held) > MATCHES:
+                break
             await asyncio.sleep(0)
         missed = requests[_begin_with(requests["missing"], prefix) & (requests["miss"] > 0)]
         lost = self._record.losses.held["freed"]
@@ -105,8 +111,8 @@ class Explaining:
         if not found:
             raise NotFound(f"block {prefix}: no tier holds it, and the record has neither its loss nor a get of it")
         if len({name for _, name in found}) > 1:
-            raise InvalidArgument(f"block {prefix}: {len(found)} blocks begin with it; give more digits")
-        sought = [Sought(namespace, name, self._cache.clock.now()) for namespace, name in sorted(found)[:MATCHES]]
+            raise InvalidArgument(f"block {prefix}: {len(found)} or more blocks begin with it; give more digits")
+        sought = [Sought(namespace, name) for namespace, name in sorted(found)[:MATCHES]]
         losses = self._losses(np.frombuffer(sought[0].hash, np.uint8)[None])
         return [self._block(one, losses) for one in sought]
 
@@ -122,19 +128,19 @@ class Explaining:
             return None
         if float(self._core.metas(block)["time_ms"][0]) / 1000 > self._core.unix_s(sought.at):
             return None
-        bits, serving = int(self._core.tier_bits(block)[0]), [tier.serving for tier in self._core.tier_stats()]
+        bits = int(self._core.tier_bits(block)[0])
         tiers = [tier for tier in self._cache.tiers if bits >> tier.position & 1]
-        names = " and ".join(tier.spec.name for tier in tiers)
-        if not any(serving[tier.position] for tier in tiers):
-            return _cause(Cause.OUT_OF_SERVICE, f"{names} holds it and is out of service.", tier=tiers[0].spec.name)
+        names = f"{' and '.join(tier.spec.name for tier in tiers)} hold{'s' if len(tiers) == 1 else ''} it"
+        if not any(self._core.is_serving(tier.position) for tier in tiers):
+            return _cause(Cause.OUT_OF_SERVICE, f"{names}, out of service.", tier=tiers[0].spec.name)
         errors = [float(self._core.errors(self._core.extents(block, tier=tier.position))[0]) for tier in tiers]
         if min(errors) > sought.error_limit:
             limit = f"{sought.error_limit:.3g}"
-            text = f"{names} holds it with an error of up to {min(errors):.3g}; the client accepts {limit}."
+            text = f"{names} with an error of up to {min(errors):.3g}; the client accepts {limit}."
             facts = {"error": f"{min(errors):.3g}", "error_limit": limit}
             return _cause(Cause.TOO_COARSE, text, tier=tiers[0].spec.name, facts=facts)
         is_far = tiers[0].spec.kind is TierKind.NVME
-        return _cause(Cause.HIT_FAR if is_far else Cause.HIT_NEAR, f"{names} holds it.", tier=tiers[0].spec.name)
+        return _cause(Cause.HIT_FAR if is_far else Cause.HIT_NEAR, f"{names}.", tier=tiers[0].spec.name)
 
     def _lost(self, sought: Sought, losses: Losses) -> pb.Cause | None:
         """The cause if the record has the loss of the block."""
@@ -165,7 +171,7 @@ class Explaining:
             facts |= {"policy": spec.eviction, "rank": str(page["rank"]), "candidates": str(page["candidates"])}
             text = f"{spec.name} evicted it, unused for {idle_s:.3g} s, by {spec.eviction}"
             if page["rank"]:
-                text += f" as number {page['rank']:,} of {page['candidates']:,} that could go, the coldest first"
+                text += f", rank {page['rank']:,} of {page['candidates']:,} candidates, the coldest first"
             else:
                 text += " with all blocks of its segment"
             if row["session"] or row["wanted"].any():
@@ -192,7 +198,7 @@ class Explaining:
 
     # -- requests
 
-    def _asked(self, request: pb.ExplainRequest) -> list[pb.RequestDecision]:
+    async def _asked(self, request: pb.ExplainRequest) -> list[pb.RequestDecision]:
         ring = self._record.requests
         wanted = np.ones(len(ring.held), bool)
         if request.request:
@@ -204,7 +210,7 @@ class Explaining:
             wanted &= ring.held["miss"] > 0
         rows = ring.rows[ring.newest_first(true_rows(wanted))[: min(request.last or LAST_LIMIT, LAST_LIMIT)]]
         losses = self._losses(rows["missing"][rows["miss"] > 0]) if len(rows) else {}
-        return [self._request(row, losses) for row in rows]
+        return [self._request(row, losses) async for row in _in_pieces(rows)]
 
     def _request(self, row: Row, losses: Losses) -> pb.RequestDecision:
         namespace = int(row["namespace"]) or self._namespace_of(row)
@@ -265,7 +271,7 @@ class Explaining:
         names = " and ".join(tier.spec.name for tier in far)
         text = f"{names} held a part. "
         if row["kind"] == Kind.LOOKUP:
-            text += "A lookup waits for nothing; a get of it reads."
+            text += "A lookup waits for nothing. A get waits for the read."
         elif row["waited_s"]:
             text += f"The get waited {1e3 * float(row['waited_s']):.3g} ms for the reads."
         else:
@@ -286,11 +292,19 @@ def _cause(
     return pb.Cause(cause=cause, text=text, tier=tier, ago_s=ago_s, facts=facts)
 
 
+async def _in_pieces(rows: Iterable[Any]) -> AsyncIterator[Any]:
+    """The rows; other calls run between two pieces of them."""
+    for number, row in enumerate(rows):
+        if number % PIECE == PIECE - 1:
+            await asyncio.sleep(0)
+        yield row
+
+
 def _wanted(row: Row) -> str:
-    """Who got the room of an evicted block."""
+    """The request that got the room of an evicted block, in words."""
     need = NEEDS.get(Reason(row["need"]), "a put of block" if row["wanted"].any() else "the next puts")
     name = f" {row['wanted'].tobytes().hex()[:SHOWN_DIGITS]}" if row["wanted"].any() else ""
-    return f"{need}{name}" + (f" of session {row['session']}" if row["session"] else "")
+    return f"{need}{name}" + (f" of session {str(row['session'])[:SESSION_DIGITS]}" if row["session"] else "")
 
 
 def _heads(hashes: Bytes) -> Ids:
