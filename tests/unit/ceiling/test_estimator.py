@@ -139,7 +139,7 @@ def test_the_rate_rises_after_a_quiet_hour_and_new_blocks_count_an_hour_later(mo
     """Blocks that come into the sample by a rise are no misses before they can have been seen."""
     monkeypatch.setattr(estimator, "SAMPLED_PER_MINUTE", 256)
     beside = made(512)
-    asked = [chain(number, 128) for number in range(4)]
+    asked = [chain(number, 96) for number in range(4)]
     for hashes in asked:
         ask(beside, hashes)
     assert beside.sample.bits == 1
@@ -148,8 +148,8 @@ def test_the_rate_rises_after_a_quiet_hour_and_new_blocks_count_an_hour_later(mo
         ask(beside, asked[minute % 4], at_s=60.0 * minute)
         assert missed(beside, 60.0 * minute) == first
     assert beside.sample.bits == 0
-    ask(beside, chain(4, 128), at_s=60.0 * minute)
-    assert missed(beside, 60.0 * minute) == first + 128 * TOKENS
+    ask(beside, chain(4, 96), at_s=60.0 * minute)
+    assert missed(beside, 60.0 * minute) == first + 96 * TOKENS
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
