@@ -118,6 +118,7 @@ class Ceiling:
     async def reply(self) -> pb.CeilingReply:
         """The estimate, with all calls so far."""
         await self._work(to_end=True)
+        self._set_gauges()
         trouble = self._trouble or self._too_few()
         windows = [] if self._trouble else self._estimator.shares(self._cache.clock.now())
         return pb.CeilingReply(
