@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ import pytest
 from click.testing import CliRunner
 
 from tests.sim.test_ceiling import conversations
+from tests.system.inside import inside
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
+from tierd.ceiling.estimator import Estimator
 from tierd.cli.admin import connect
 from tierd.cli.ctl import cli
 from tierd.client import Client, NamespaceSpec
+from tierd.core.plan import GroupQuery
+from tierd.server.operators import ceiling as operators
+from tierd.server.operators.ceiling import Ceiling
 from tierd.testing import chain
 
 CONFIG = """\
@@ -125,3 +131,40 @@ def test_without_an_estimate_the_reason_is_named(ceiling: str, capacity: str, re
     assert remedy in answer["trouble"]
     assert not any(window.get("points") for window in answer["windows"])
     assert shown.exit_code == 0 and remedy in shown.output
+
+
+@contextlib.asynccontextmanager
+async def asked_for() -> AsyncIterator[tuple[Ceiling, GroupQuery]]:
+    """The ceiling of a daemon in this process, and a query of eight blocks."""
+    async with inside() as daemon:
+        cache, estimate = daemon.daemon.cache, daemon.listeners._ceiling
+        cache.open_session(7, tenant="t")
+        namespace = cache.open_namespace(7, NamespaceSpec("m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES))
+        assert estimate is not None
+        yield estimate, GroupQuery((namespace.id,), chain(1, 8), TOKENS, 8 * TOKENS)
+
+
+async def test_a_fault_of_the_estimate_ends_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an unforeseen error calls are served on, and the answer says what happened."""
+    async with asked_for() as (estimate, group):
+
+        def fails(*_: object) -> None:
+            raise ZeroDivisionError("made up")
+
+        monkeypatch.setattr(Estimator, "ask", fails)
+        estimate.note([group], is_lookup=False)
+        told = await estimate.reply()
+        estimate.note([group], is_lookup=False)
+        assert "made up" in told.trouble and not told.windows
+
+
+async def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls beyond the queue are left out and counted; the others are in the estimate."""
+    monkeypatch.setattr(operators, "QUEUE_BLOCKS", 16)
+    async with asked_for() as (estimate, group):
+        for _ in range(3):
+            estimate.note([group], is_lookup=False)
+        told = await estimate.reply()
+        assert (told.lost, told.windows[0].tokens) == (1, 2 * 8 * TOKENS)
+        estimate.note([group], is_lookup=False)
+        assert (await estimate.reply()).windows[0].tokens == 3 * 8 * TOKENS

@@ -115,11 +115,11 @@ class _Batch:
 
 
 class Estimator:
-    """See the module. lost: calls that its owner left out because too many waited."""
+    """See the module."""
 
     def __init__(self, levels: Sequence[Level], traffic: Traffic | None, now: float) -> None:
         """levels: near to far. traffic: has the groups and worths of blocks; None: no tier uses it."""
-        self.sample, self.lost = Sample(ROWS), 0
+        self.sample = Sample(ROWS)
         self._levels, self._traffic, self._blocks = levels, traffic, [0.0 for _ in levels]
         by_worth = traffic is not None and any(level.by_worth for level in levels)
         self._orders = (False, True) if by_worth else (False,)
@@ -135,9 +135,14 @@ class Estimator:
         return len(self.sample) * ROW_BYTES + self._windows.bytes
 
     @property
+    def rate(self) -> float:
+        """The share of the blocks that is in the sample."""
+        return 1 / (1 << self.sample.bits)
+
+    @property
     def held(self) -> float:
         """Blocks that the miniature of the daemon's own size holds."""
-        return sum(self._blocks) / (1 << self.sample.bits)
+        return sum(self._blocks) * self.rate
 
     @property
     def waits(self) -> bool:
@@ -217,9 +222,8 @@ class Estimator:
 
     def _sizes(self, factor: float) -> list[float]:
         """Blocks of the sample that each level holds at a factor."""
-        rate = 1 / (1 << self.sample.bits)
         pairs = zip(self._levels, self._blocks, strict=True)
-        return [blocks * rate * (factor if level.grows else 1.0) for level, blocks in pairs]
+        return [blocks * self.rate * (factor if level.grows else 1.0) for level, blocks in pairs]
 
     def _thin(self) -> None:
         gone = self.sample.thin()

@@ -84,7 +84,7 @@ def samples() -> dict[str, Message | TierdError]:
             notices=["host.0: no huge pages here (shmem_enabled is never); first touch is slower"],
         ),
         "Wear": pb.WearReply(stores=worn_stores()),
-        "Ceiling": pb.CeilingReply(windows=ceiling_windows()),
+        "Ceiling": pb.CeilingReply(windows=ceiling_windows(), rate=0.125),
         "Tiers": pb.TiersReply(
             tiers=[
                 tier("device.0", TierKind.DEVICE, capacity=256 << 20, used=100 << 20, unready=64 << 20, reason="no room"),

@@ -81,7 +81,7 @@ class Ceiling:
         levels = [_level(specs) for specs in self._levels]
         self._estimator = Estimator(levels, daemon.policies.traffic, self._cache.clock.now())
         self._lookups, self._trouble = Lookups(), ""
-        self._calls, self._blocks = list[_Call](), 0
+        self._calls, self._blocks, self._lost = list[_Call](), 0, 0
         self._held: dict[str, int] = {}
         """The most pages that each tier has held."""
         self._page_bytes, self._pages_per_block = 0, 1.0
@@ -89,6 +89,7 @@ class Ceiling:
         self._turn = asyncio.Lock()
         self._working: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Starts the refresh."""
@@ -96,9 +97,9 @@ class Ceiling:
 
     def stop(self) -> None:
         """Stops all work."""
-        for task in (self._task, self._working):
-            if task:
-                task.cancel()
+        for each in (self._timer, self._task, self._working):
+            if each:
+                each.cancel()
 
     def note(self, groups: Sequence[GroupQuery], *, is_lookup: bool) -> None:
         """A client has made this call. It is looked at later, with others: that costs a tenth."""
@@ -106,12 +107,12 @@ class Ceiling:
         if self._trouble or not count:
             return
         if self._blocks + count > QUEUE_BLOCKS:
-            self._estimator.lost += 1
+            self._lost += 1
             return
         self._blocks += count
         self._calls.append(_Call(self._cache.clock.now(), groups, is_lookup))
         if len(self._calls) == 1:
-            asyncio.get_running_loop().call_later(DELAY_S, self._begin)
+            self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._begin)
         elif len(self._calls) >= CALLS or self._blocks >= BLOCKS:
             self._begin()
 
@@ -125,6 +126,8 @@ class Ceiling:
             windows=[self._window(window, has_points=not trouble) for window in windows],
             bytes=self._estimator.bytes,
             trouble=trouble,
+            rate=self._estimator.rate,
+            lost=self._lost,
         )
 
     # -- inside
@@ -196,10 +199,10 @@ class Ceiling:
             self._estimator.resize([size / self._pages_per_block for size in sizes])
 
     def _holds(self, spec: TierSpec, stats: TierStats) -> float:
-        """Pages that a tier holds when it is full. Once it has evicted, what it held shows also the
-        space that size classes waste."""
+        """Pages that a tier holds when it is full. Once it has evicted as many, what it held shows
+        also the space that size classes waste."""
         held = self._held[spec.name]
-        if stats.evictions:
+        if stats.evictions > held:
             return held
         page = stats.used_bytes / _pages(stats) if _pages(stats) else self._page_bytes + spec.slot_overhead_bytes
         return max(held, (spec.capacity_bytes - spec.headroom_bytes) / page)
