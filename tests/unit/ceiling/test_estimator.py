@@ -135,6 +135,13 @@ def test_work_in_a_minute_is_bounded() -> None:
     assert len(beside.sample) <= estimator.SAMPLED_PER_MINUTE
 
 
+def test_the_work_of_one_request_is_bounded() -> None:
+    """A request of very many blocks thins the sample until its work is short."""
+    beside = made(1024)
+    ask(beside, chain(1, 3 * estimator.PIECE))
+    assert beside.sample.bits == 2
+
+
 def test_the_rate_rises_after_a_quiet_hour_and_new_blocks_count_an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that come into the sample by a rise are no misses before they can have been seen."""
     monkeypatch.setattr(estimator, "SAMPLED_PER_MINUTE", 256)
