@@ -58,11 +58,13 @@ BATCH, LEAST_BATCH, BATCH_PART = 128, 32, 16
 @dataclass(frozen=True, slots=True)
 class Level:
     """The tiers of one distance. is_store: short blocks never go there. by_worth: the reuse index
-    evicts. grows: the factors apply."""
+    evicts. grows: the factors apply. copied: the share of its blocks that the next level has too,
+    since the coldest are copied ahead."""
 
     is_store: bool
     by_worth: bool
     grows: bool
+    copied: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +225,13 @@ class Estimator:
         return ReuseIndex(blocks, self._traffic) if by_worth and self._traffic else Lru(blocks)
 
     def _sizes(self, factor: float) -> list[float]:
-        """Blocks of the sample that each level holds at a factor."""
-        pairs = zip(self._levels, self._blocks, strict=True)
-        return [blocks * self.rate * (factor if level.grows else 1.0) for level, blocks in pairs]
+        """Blocks of the sample that each level holds at a factor, without copies of those before."""
+        sizes, copies = list[float](), 0.0
+        for level, blocks in zip(self._levels, self._blocks, strict=True):
+            size = blocks * self.rate * (factor if level.grows else 1.0)
+            sizes.append(max(0.0, size - copies))
+            copies = level.copied * size
+        return sizes
 
     def _thin(self) -> None:
         gone = self.sample.thin()

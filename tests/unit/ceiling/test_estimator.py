@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -99,6 +100,14 @@ def test_what_leaves_the_memory_is_found_in_the_store() -> None:
     ask(again, chain(2, 4))
     ask(again, chain(1, 1), short=1)
     assert hits(again)[FACTORS.index(1.0)] == 0
+
+
+def test_copies_ahead_take_space_of_the_store() -> None:
+    """A quarter of the memory's blocks are in the store too: 8 and 16 blocks hold 22 together."""
+    beside = made(8, 16, levels=(dataclasses.replace(MEMORY, copied=0.25), STORE))
+    for _ in range(2):
+        ask(beside, chain(1, 32))
+    assert hits(beside)[FACTORS.index(1.0)] == 22 * TOKENS
 
 
 def test_the_memory_of_a_gpu_does_not_grow() -> None:

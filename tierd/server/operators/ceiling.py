@@ -78,7 +78,7 @@ class Ceiling:
         self._cache, self._metrics = daemon.cache, daemon.metrics
         tiers = sorted((tier.spec for tier in daemon.tiers), key=lambda spec: spec.distance)
         self._levels = [list(specs) for _, specs in itertools.groupby(tiers, key=lambda spec: spec.distance)]
-        levels = [_level(specs) for specs in self._levels]
+        levels = [level_of(specs[0]) for specs in self._levels]
         self._estimator = Estimator(levels, daemon.policies.traffic, self._cache.clock.now())
         self._lookups, self._trouble = Lookups(), ""
         self._calls, self._blocks, self._lost = list[_Call](), 0, 0
@@ -250,9 +250,11 @@ class Ceiling:
                 gauge.labels(window=f"{window.seconds:.0f}", factor=f"{factor:g}").set(share)
 
 
-def _level(specs: Sequence[TierSpec]) -> Level:
-    kind = specs[0].kind
-    return Level(kind is TierKind.NVME, specs[0].eviction == "reuse-index", grows=kind is not TierKind.DEVICE)
+def level_of(spec: TierSpec) -> Level:
+    """The level of a tier, and of those at its distance."""
+    copied = 1 - (spec.high_watermark + spec.low_watermark) / 2
+    is_store, by_worth = spec.kind is TierKind.NVME, spec.eviction == "reuse-index"
+    return Level(is_store, by_worth, grows=spec.kind is not TierKind.DEVICE, copied=copied)
 
 
 def _pages(stats: TierStats) -> int:
