@@ -110,7 +110,7 @@ class ServerConfig:
     log_level: Literal["debug", "info", "warning", "error"] = key("info", "The lowest level that is logged.", live=True)
     ceiling: bool = key(
         True,
-        "Estimate the hit share that more memory would give, for `tierctl ceiling`: some 0.5 % of a core and 20 MiB.",
+        "Estimate the hit ratio that more memory would give, for `tierctl ceiling`. It takes up to 30 MiB.",
     )
     watch_queue_events: int = key(
         10000,

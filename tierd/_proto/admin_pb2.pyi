@@ -843,14 +843,18 @@ class CeilingWindow(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., covered_s: _Optional[float] = ..., tokens: _Optional[int] = ..., hit_share: _Optional[float] = ..., points: _Optional[_Iterable[_Union[CeilingPoint, _Mapping]]] = ...) -> None: ...
 
 class CeilingReply(_message.Message):
-    __slots__ = ("windows", "bytes", "trouble")
+    __slots__ = ("windows", "bytes", "trouble", "rate", "lost")
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     windows: _containers.RepeatedCompositeFieldContainer[CeilingWindow]
     bytes: int
     trouble: str
-    def __init__(self, windows: _Optional[_Iterable[_Union[CeilingWindow, _Mapping]]] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+    rate: float
+    lost: int
+    def __init__(self, windows: _Optional[_Iterable[_Union[CeilingWindow, _Mapping]]] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., rate: _Optional[float] = ..., lost: _Optional[int] = ...) -> None: ...
 
 class SetRequest(_message.Message):
     __slots__ = ("settings", "check")

@@ -8,7 +8,8 @@ Shares follow from misses: 1 - sampled misses / (rate * tokens asked). Hot block
 sample may lack them, but they are hits at any size. SHARDS_adj corrects for the same (C. Waldspurger
 et al., FAST 2015, section 3.4). A request hits until its first sampled block that misses.
 
-ROWS bounds the memory and SAMPLED_PER_MINUTE the work: what would exceed them halves the rate.
+ROWS bounds the memory and SAMPLED_PER_MINUTE the work, some 0.5 % of a core: what would exceed them
+halves the rate. The rate rises again after an hour with little work.
 Requests wait for a batch, since policies take many blocks for the cost of one. All times are of the
 daemon's clock, so equal requests give equal estimates.
 """
@@ -16,6 +17,7 @@ daemon's clock, so equal requests give equal estimates.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -38,27 +40,31 @@ from tierd.policies.reuse.features import NOTHING
 FACTORS = (0.5, 1.0, 2.0, 4.0, math.inf)
 ROWS = 1 << 15
 """Blocks of the sample at most."""
-ROW_BYTES = 600
+ROW_BYTES = 800
 """Memory for each, with its state in all miniatures."""
 HELD = 1 << 14
 """Blocks that the largest miniature holds at most."""
 LEAST_HELD = 32
 """A miniature of the daemon's own size that holds fewer blocks says nothing."""
-SAMPLED_PER_MINUTE = 6000
+SAMPLED_PER_MINUTE = 9000
+PIECE = 2048
+"""Sampled blocks of one request at most: their work holds the loop for some 3 ms."""
+RISE_MINUTES = 60
+"""After so many minutes with a quarter of the work the rate doubles."""
 BATCH, LEAST_BATCH, BATCH_PART = 128, 32, 16
 """A batch is 1 in so many of the blocks that the smallest miniature holds, within the two."""
-WAITING = 16 * BATCH
-"""Blocks that may wait; requests beyond it are left out and counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
     """The tiers of one distance. is_store: short blocks never go there. by_worth: the reuse index
-    evicts. grows: the factors apply."""
+    evicts. grows: the factors apply. copied: the share of its blocks that the next level has too,
+    since the coldest are copied ahead."""
 
     is_store: bool
     by_worth: bool
     grows: bool
+    copied: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +81,9 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request's sampled blocks, first to last; all arrays [n]."""
+    """A request's sampled blocks, first to last; all arrays [n]. mixed: their names."""
 
+    at_s: float
     mixed: NDArray[np.uint64]
     tokens: NDArray[np.int64]
     is_short: NDArray[np.bool_]
@@ -84,7 +91,7 @@ class _Asked:
 
     def at(self, rows: Ids) -> _Asked:
         """Some of them."""
-        return _Asked(self.mixed[rows], self.tokens[rows], self.is_short[rows], self.names.at(rows))
+        return _Asked(self.at_s, self.mixed[rows], self.tokens[rows], self.is_short[rows], self.names.at(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +119,19 @@ class _Batch:
 
 
 class Estimator:
-    """See the module. lost: requests left out because too many blocks waited."""
+    """See the module."""
 
     def __init__(self, levels: Sequence[Level], traffic: Traffic | None, now: float) -> None:
         """levels: near to far. traffic: has the groups and worths of blocks; None: no tier uses it."""
-        self.sample, self.lost = Sample(ROWS), 0
+        self.sample = Sample(ROWS)
         self._levels, self._traffic, self._blocks = levels, traffic, [0.0 for _ in levels]
         by_worth = traffic is not None and any(level.by_worth for level in levels)
         self._orders = (False, True) if by_worth else (False,)
         self._miniatures = [[self._miniature(by_worth=order) for order in self._orders] for _ in FACTORS[:-1]]
         self._known = Lru(cast(Blocks, self.sample))
         self._windows = Windows(3 + len(FACTORS) * len(self._orders), now)
-        self._tokens, self._waiting, self._count = 0, list[_Asked](), 0
-        self._minute, self._in_minute = -1, 0
+        self._tokens, self._waiting, self._count, self._batch_size = 0, deque[_Asked](), 0, LEAST_BATCH
+        self._minute, self._in_minute, self._busy, self._rose = -1, 0, 0, -RISE_MINUTES - 1
 
     @property
     def bytes(self) -> int:
@@ -132,15 +139,24 @@ class Estimator:
         return len(self.sample) * ROW_BYTES + self._windows.bytes
 
     @property
+    def rate(self) -> float:
+        """The share of the blocks that is in the sample."""
+        return 1 / (1 << self.sample.bits)
+
+    @property
     def held(self) -> float:
         """Blocks that the miniature of the daemon's own size holds."""
-        return sum(self._blocks) / (1 << self.sample.bits)
+        return sum(self._blocks) * self.rate
+
+    @property
+    def waits(self) -> bool:
+        """Whether requests wait."""
+        return bool(self._waiting)
 
     @property
     def is_due(self) -> bool:
-        """Whether a batch waits."""
-        least = sum(self._miniatures[0][0].sizes)
-        return self._count >= max(LEAST_BATCH, min(BATCH, least // BATCH_PART))
+        """Whether a whole batch waits."""
+        return self._count >= self._batch_size
 
     def resize(self, blocks: Sequence[float]) -> None:
         """Sets how many blocks each level holds; not between two `steps` of one batch."""
@@ -150,33 +166,38 @@ class Estimator:
         for factor, miniatures in zip(FACTORS, self._miniatures, strict=False):
             for miniature in miniatures:
                 miniature.sizes = [round(size) for size in self._sizes(factor)]
+        least = sum(self._sizes(FACTORS[0]))
+        self._batch_size = max(LEAST_BATCH, min(BATCH, int(least) // BATCH_PART))
 
-    def ask(self, group: GroupQuery) -> None:
-        """A request has come."""
-        hashes, size = words(group.hashes), group.tokens_per_block
-        names = mixed(hashes[:, 0] + np.uint64(group.namespaces[0]))
-        at = self.sample.chosen(names)
-        if self._count + len(at) > WAITING:
-            self.lost += 1
-            return
-        self._tokens += group.tokens
-        if len(at):
-            tokens = np.minimum(group.tokens - at * size, size)
-            spaces = np.full(len(at), group.namespaces[0], np.uint32)
-            self._waiting.append(_Asked(names[at], tokens, tokens < size, Names(spaces, hashes[at])))
-            self._count += len(at)
+    def ask(self, requests: Sequence[GroupQuery], at_s: Sequence[float]) -> None:
+        """Requests have come, at these times. Many together cost hardly more than one."""
+        counts = [len(request.hashes) for request in requests]
+        spaces = np.array([request.namespaces[0] for request in requests], np.uint32).repeat(counts)
+        hashes = words(np.concatenate([request.hashes for request in requests]))
+        names = mixed(hashes[:, 0], spaces)
+        self._tokens += sum(request.tokens for request in requests)
+        chosen = self.sample.chosen(names)
+        self._count += len(chosen)
+        ends = np.cumsum(counts)
+        numbers = ends.searchsorted(chosen, side="right")
+        for number in dict.fromkeys(numbers.tolist()):
+            request, at = requests[number], chosen[numbers == number]
+            size, begin = request.tokens_per_block, int(ends[number]) - counts[number]
+            tokens = np.minimum(request.tokens - (at - begin) * size, size)
+            sampled = Names(spaces[at], hashes[at])
+            self._waiting.append(_Asked(at_s[number], names[at], tokens, tokens < size, sampled))
 
     def measured(self, hit: int, asked: int, now: float) -> None:
         """The daemon has served so many more tokens, of so many more asked for."""
         self._add([0, hit, asked], now)
 
     def steps(self, now: float) -> Iterator[None]:
-        """Works on the requests that wait. Other calls may come between two steps."""
-        asked, tokens = self._taken(now), self._tokens
-        self._waiting, self._count, self._tokens = [], 0, 0
+        """Works on one batch of the requests that wait. Other calls may come between two steps."""
+        asked, tokens, self._tokens = self._taken(), self._tokens, 0
         misses = np.zeros((len(FACTORS), len(self._orders)))
         if asked:
-            batch, misses[-1] = self._batch(asked, now)
+            now = asked[-1].at_s
+            batch, misses[-1] = self._batch(asked)
             used = batch.used()
             for factor, miniatures in enumerate(self._miniatures):
                 for order, miniature in enumerate(miniatures):
@@ -184,7 +205,7 @@ class Estimator:
                     miniature.use(used, now)
                 yield
             self._forget_old()
-        self._add([tokens, 0, 0, *(misses * (1 << self.sample.bits)).ravel()], now)
+        self._add([tokens, 0, 0, *(misses * (1 << self._counted_bits)).ravel()], now)
 
     def shares(self, now: float) -> list[Shares]:
         """The result of each window."""
@@ -204,10 +225,13 @@ class Estimator:
         return ReuseIndex(blocks, self._traffic) if by_worth and self._traffic else Lru(blocks)
 
     def _sizes(self, factor: float) -> list[float]:
-        """Blocks of the sample that each level holds at a factor."""
-        rate = 1 / (1 << self.sample.bits)
-        pairs = zip(self._levels, self._blocks, strict=True)
-        return [blocks * rate * (factor if level.grows else 1.0) for level, blocks in pairs]
+        """Blocks of the sample that each level holds at a factor, without copies of those before."""
+        sizes, copies = list[float](), 0.0
+        for level, blocks in zip(self._levels, self._blocks, strict=True):
+            size = blocks * self.rate * (factor if level.grows else 1.0)
+            sizes.append(max(0.0, size - copies))
+            copies = level.copied * size
+        return sizes
 
     def _thin(self) -> None:
         gone = self.sample.thin()
@@ -220,24 +244,50 @@ class Estimator:
         self._known.forget(rows)
         self.sample.drop(rows)
 
-    def _taken(self, now: float) -> list[_Asked]:
-        """The requests that wait, less what a thinner sample lacks."""
-        minute = int(now // 60)
-        self._in_minute = self._count + (self._in_minute if minute == self._minute else 0)
-        self._minute = minute
-        if self._in_minute > SAMPLED_PER_MINUTE:
-            self._thin()
-            self.resize(self._blocks)
-            self._in_minute //= 2
-        left = [asked.at(self.sample.chosen(asked.mixed)) for asked in self._waiting]
+    def _taken(self) -> list[_Asked]:
+        """The requests of a batch, less what a thinner sample lacks."""
+        taken, count = list[_Asked](), 0
+        while self._waiting and count < self._batch_size:
+            taken.append(self._waiting.popleft())
+            count += len(taken[-1].mixed)
+        self._count -= count
+        if taken:
+            self._limit_work(int(taken[-1].at_s // 60), count)
+        left = [asked.at(self.sample.chosen(asked.mixed)) for asked in taken]
         return [asked for asked in left if len(asked.mixed)]
 
-    def _batch(self, asked: Sequence[_Asked], now: float) -> tuple[_Batch, int]:
+    def _limit_work(self, minute: int, count: int) -> None:
+        """Halves the rate if this many blocks more are too many for a piece or the minute. Doubles it
+        after RISE_MINUTES with a quarter of that."""
+        self._in_minute = count + (self._in_minute if minute == self._minute else 0)
+        self._minute = minute
+        while count > PIECE or self._in_minute > SAMPLED_PER_MINUTE:
+            self._thin()
+            count, self._in_minute, self._rose = count // 2, self._in_minute // 2, minute - RISE_MINUTES
+        if self._in_minute > SAMPLED_PER_MINUTE // 4:
+            self._busy = minute
+        elif self._may_rise:
+            self.sample.bits, self._rose = self.sample.bits - 1, minute
+        self.resize(self._blocks)
+
+    @property
+    def _may_rise(self) -> bool:
+        has_room = self.sample.bits and 2 * sum(self._sizes(FACTORS[-2])) <= HELD
+        return bool(has_room and self._minute - max(self._busy, self._rose) >= RISE_MINUTES)
+
+    @property
+    def _counted_bits(self) -> int:
+        """Of the blocks that count: those that a rise brought know no past until RISE_MINUTES later."""
+        return self.sample.bits + (self._minute - self._rose < RISE_MINUTES)
+
+    def _batch(self, asked: Sequence[_Asked]) -> tuple[_Batch, int]:
         """The requests as one batch, and the tokens that miss although all known blocks are held."""
-        rows, known = self.sample.rows(np.concatenate([one.mixed for one in asked]))
-        sizes = [len(one.mixed) for one in asked]
+        sizes, now = [len(one.mixed) for one in asked], asked[-1].at_s
+        names = np.concatenate([one.mixed for one in asked])
+        rows, known = self.sample.rows(names)
         tokens, is_short = (np.concatenate([getattr(one, name) for one in asked]) for name in ("tokens", "is_short"))
-        self.sample.last_used[rows], self.sample.is_short[rows] = now, is_short
+        self.sample.last_used[rows] = np.repeat([one.at_s for one in asked], sizes)
+        self.sample.is_short[rows] = is_short
         if self._traffic:
             spaces, hashes = (
                 np.concatenate([getattr(one.names, name) for one in asked]) for name in ("namespace", "hash")
@@ -247,14 +297,18 @@ class Estimator:
         self._known.track(rows[~known], now)
         again = np.ones(len(rows), np.bool_)
         again[np.unique(rows, return_index=True)[1]] = False
+        is_new = np.ones(len(rows), np.bool_)
+        is_new[self.sample.chosen(names, self._counted_bits)] = False
         begins = np.cumsum([0, *sizes[:-1]])
-        batch = _Batch(rows, tokens, np.repeat(np.arange(len(sizes)), sizes), begins, again)
+        batch = _Batch(
+            rows, np.where(is_new, 0, tokens), np.repeat(np.arange(len(sizes)), sizes), begins, again | is_new
+        )
         self._known.touch(batch.used(), now)
         return batch, batch.missed(known)
 
     def _forget_old(self) -> None:
         """Forgets the blocks used longest ago beyond ROWS."""
-        gone = self._known.victims(max(0, len(self._known) - ROWS), self.sample.none)
+        gone = self._known.victims(max(0, len(self._known) - ROWS), self.sample.pins)
         if gone is not None and len(gone):
             self._drop(gone)
 

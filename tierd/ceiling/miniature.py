@@ -61,7 +61,7 @@ class Miniature:
     def _evicted(self, order: Order, count: int) -> Ids:
         if count <= 0:
             return np.zeros(0, np.int64)
-        gone = order.victims(count, self._sample.none)
+        gone = order.victims(count, self._sample.pins)
         assert gone is not None, "a miniature lost count of what it tracks"
         order.forget(gone)
         return gone

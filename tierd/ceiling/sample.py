@@ -16,14 +16,13 @@ from tierd.core.eviction import Ids
 
 Words = NDArray[np.uint64]
 
-_MIX = np.uint64(0xD6E8_FEB8_6659_FD93)  # spreads hashes that are plain numbers too
-_HALF = np.uint64(32)
+_MIX, _SPACE = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xC2B2_AE3D_27D4_EB4F)
+"""Odd: they spread hashes and namespaces that are plain numbers too."""
 
 
-def mixed(hashes: Words) -> Words:
-    """Evenly spread numbers: uint64 [n], of the first words of hashes."""
-    once = (hashes ^ (hashes >> _HALF)) * _MIX
-    return np.asarray((once ^ (once >> _HALF)) * _MIX, np.uint64)
+def mixed(hashes: Words, namespaces: NDArray[np.uint32]) -> Words:
+    """Evenly spread names: uint64 [n], of the first words of hashes."""
+    return np.asarray(hashes * _MIX + namespaces * _SPACE, np.uint64)
 
 
 class Sample:
@@ -32,8 +31,8 @@ class Sample:
     def __init__(self, most: int) -> None:
         self.most, self.bits = most, 0
         self.last_used, self.group = np.zeros(1), np.zeros(1, np.uint16)
-        self.is_short, self.none = np.zeros(1, np.bool_), np.zeros(1, np.bool_)
-        """is_short: the block is a partial last one. none: False for each row, an empty pin mask."""
+        self.is_short, self.pins = np.zeros(1, np.bool_), np.zeros(1, np.bool_)
+        """is_short: the block is a partial last one. pins: none; policies ask for them."""
         self._name, self._free = np.zeros(1, np.uint64), list[int]()
         self._rows = dict[int, int]()
 
@@ -41,9 +40,10 @@ class Sample:
         """How many blocks it knows."""
         return len(self._rows)
 
-    def chosen(self, names: Words) -> Ids:
-        """Which of these mixed names are in the sample."""
-        return true_rows(names >> np.uint64(64 - self.bits) == 0) if self.bits else np.arange(len(names))
+    def chosen(self, names: Words, bits: int | None = None) -> Ids:
+        """Which of these mixed names are in the sample, or in one of another rate."""
+        bits = self.bits if bits is None else bits
+        return true_rows(names >> np.uint64(64 - bits) == 0) if bits else np.arange(len(names))
 
     def rows(self, names: Words) -> tuple[Ids, NDArray[np.bool_]]:
         """The rows of names, and which were known before this call or stand further ahead in it."""
@@ -70,7 +70,7 @@ class Sample:
     def _new_row(self, name: int) -> int:
         if not self._free:
             old = len(self._name)
-            for column in (self.last_used, self.group, self.is_short, self.none, self._name):
+            for column in (self.last_used, self.group, self.is_short, self.pins, self._name):
                 lengthen(column, 2 * old + 64)
             self._free += range(old, 2 * old + 64)
         row = self._rows[name] = self._free.pop()

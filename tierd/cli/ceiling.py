@@ -47,6 +47,10 @@ def draw_ceiling(console: Console, reply: pb.CeilingReply) -> None:
     if rows:
         console.print()
         show_table(console, COLUMNS, rows, empty="")
+        lost = f"; {human_count(reply.lost)} calls were too many at once and are left out" if reply.lost else ""
+        console.print(
+            Text(f"simulated on {human_share(reply.rate, 1)} of the blocks{lost}", style="dim"), soft_wrap=True
+        )
 
 
 def telling(reply: pb.CeilingReply) -> list[pb.CeilingWindow]:

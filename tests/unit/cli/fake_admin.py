@@ -84,6 +84,7 @@ def samples() -> dict[str, Message | TierdError]:
             notices=["host.0: no huge pages here (shmem_enabled is never); first touch is slower"],
         ),
         "Wear": pb.WearReply(stores=worn_stores()),
+        "Ceiling": pb.CeilingReply(windows=ceiling_windows(), rate=0.125),
         "Tiers": pb.TiersReply(
             tiers=[
                 tier("device.0", TierKind.DEVICE, capacity=256 << 20, used=100 << 20, unready=64 << 20, reason="no room"),
@@ -186,3 +187,16 @@ def worn_stores() -> list[pb.StoreWear]:
             drives=[silent], life_basis="the drive reports no wear; set endurance_dwpd or endurance_tbw",
         ),
     ]  # fmt: skip
+
+
+def ceiling_windows() -> list[pb.CeilingWindow]:
+    """An hour of requests: the day's window has seen no more than the hour's."""
+    shares = {0.5: 0.3, 1.0: 0.41, 2.0: 0.52, 4.0: 0.58, 0.0: 0.61}
+    points = [
+        pb.CeilingPoint(factor=factor, bytes=int(factor * (320 << 30)), hit_share=share)
+        for factor, share in shares.items()
+    ]
+    return [
+        pb.CeilingWindow(seconds=seconds, covered_s=min(seconds, 4000), tokens=81920, hit_share=0.4, points=points)
+        for seconds in (900, 3600, 86400)
+    ]

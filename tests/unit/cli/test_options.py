@@ -13,7 +13,7 @@ from tierd.cli.admin import Connection
 from tierd.cli.ctl import cli
 
 Run = Callable[..., Result]
-LISTING = ["status", "tiers", "blocks", "sessions", "namespaces", "engines", "wear"]
+LISTING = ["status", "tiers", "blocks", "sessions", "namespaces", "engines", "wear", "ceiling"]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ SHOWN = {
     ("drain",): "2 leases left",
     ("flush",): "wrote 8 blocks, 8.00 MiB, to NVMe",
     ("wear",): "install it (package nvme-cli)",
+    ("ceiling",): "ceiling over 1 h   at 320 GiB 41.0 %   at 640 GiB 52.0 %   at 1.25 TiB 58.0 %   no limit 61.0 %",
     ("epoch", "bump", "--model", "llama-3-8b"): "61 blocks became unreachable",
     ("record", "start", "a"): "recording into /state/a.jsonl.gz, at most 256 MiB and ",
     ("record", "stop"): "ended: stopped",

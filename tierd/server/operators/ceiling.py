@@ -16,13 +16,14 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import structlog
 from prometheus_client import Counter
 
 from tierd._proto import admin_pb2 as pb
 from tierd.ceiling.estimator import FACTORS, LEAST_HELD, Estimator, Level, Shares
-from tierd.core.formats.block import Namespace, size_class
+from tierd.core.formats.block import size_class
 from tierd.core.formats.model import TierKind, TierSpec
 from tierd.core.plan import GroupQuery, TierStats
 from tierd.server.assembly import Assembly
@@ -32,10 +33,23 @@ log = structlog.get_logger(__name__)
 TICK_S = 15.0
 """Interval of resizes and of gauges. Requests that wait are counted then, even if they are few."""
 LOOKUP_S = 60.0
-SMOOTHED = 64
-"""Requests over which the pages of a block are averaged: one for each rank and attention group."""
+DELAY_S = 0.2
+CALLS, BLOCKS = 128, 4096
+"""Calls wait together for so long, or until they or their blocks are so many."""
+QUEUE_BLOCKS = 1 << 17
+"""Blocks of the calls that wait at most, 32 bytes each. Calls beyond it are left out and counted."""
+SMOOTHED = 16
+"""The pages of a block are averaged over so many looks at the calls."""
 LOOKUPS = 4096
 """Lookups that may wait for their acquire."""
+
+
+class _Call(NamedTuple):
+    """A client's call, and its arrival on the daemon's clock."""
+
+    at_s: float
+    groups: Sequence[GroupQuery]
+    is_lookup: bool
 
 
 class Lookups:
@@ -64,9 +78,10 @@ class Ceiling:
         self._cache, self._metrics = daemon.cache, daemon.metrics
         tiers = sorted((tier.spec for tier in daemon.tiers), key=lambda spec: spec.distance)
         self._levels = [list(specs) for _, specs in itertools.groupby(tiers, key=lambda spec: spec.distance)]
-        levels = [_level(specs) for specs in self._levels]
+        levels = [level_of(specs[0]) for specs in self._levels]
         self._estimator = Estimator(levels, daemon.policies.traffic, self._cache.clock.now())
         self._lookups, self._trouble = Lookups(), ""
+        self._calls, self._blocks, self._lost = list[_Call](), 0, 0
         self._held: dict[str, int] = {}
         """The most pages that each tier has held."""
         self._page_bytes, self._pages_per_block = 0, 1.0
@@ -74,6 +89,7 @@ class Ceiling:
         self._turn = asyncio.Lock()
         self._working: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Starts the refresh."""
@@ -81,51 +97,79 @@ class Ceiling:
 
     def stop(self) -> None:
         """Stops all work."""
-        for task in (self._task, self._working):
-            if task:
-                task.cancel()
+        for each in (self._timer, self._task, self._working):
+            if each:
+                each.cancel()
 
     def note(self, groups: Sequence[GroupQuery], *, is_lookup: bool) -> None:
-        """A client has made this call."""
-        with self._guarded():
-            group, now = groups[0], self._cache.clock.now()
-            if self._trouble or not len(group.hashes):
-                return
-            namespace = self._cache.registry.get(group.namespaces[0])
-            first = group.hashes[0].tobytes()
-            if namespace.id in group.namespaces and self._lookups.is_request(first, now, is_lookup=is_lookup):
-                self._ask(groups, namespace)
+        """A client has made this call. It is looked at later, with others: that costs a tenth."""
+        count = len(groups[0].hashes)
+        if self._trouble or not count:
+            return
+        if self._blocks + count > QUEUE_BLOCKS:
+            self._lost += 1
+            return
+        self._blocks += count
+        self._calls.append(_Call(self._cache.clock.now(), groups, is_lookup))
+        if len(self._calls) == 1:
+            self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._begin)
+        elif len(self._calls) >= CALLS or self._blocks >= BLOCKS:
+            self._begin()
 
     async def reply(self) -> pb.CeilingReply:
         """The estimate, with all calls so far."""
-        await self._work()
+        await self._work(to_end=True)
+        self._set_gauges()
         trouble = self._trouble or self._too_few()
         windows = [] if self._trouble else self._estimator.shares(self._cache.clock.now())
         return pb.CeilingReply(
             windows=[self._window(window, has_points=not trouble) for window in windows],
             bytes=self._estimator.bytes,
             trouble=trouble,
+            rate=self._estimator.rate,
+            lost=self._lost,
         )
 
     # -- inside
 
-    def _ask(self, groups: Sequence[GroupQuery], namespace: Namespace) -> None:
-        pages = sum(len(group.hashes) for group in groups) * namespace.spec.rank_count / len(groups[0].hashes)
-        if not self._page_bytes:
-            self._page_bytes, self._pages_per_block = size_class(namespace.spec.block_bytes), pages
-            self._resize()
-        self._pages_per_block += (pages - self._pages_per_block) / SMOOTHED
-        self._estimator.ask(groups[0])
-        if self._estimator.is_due and (self._working is None or self._working.done()):
+    def _begin(self) -> None:
+        if self._working is None or self._working.done():
             self._working = asyncio.get_running_loop().create_task(self._work())
 
-    async def _work(self) -> None:
-        """Works on the requests that wait. Other tasks of the loop run between two steps."""
+    async def _work(self, *, to_end: bool = False) -> None:
+        """Works on the calls that wait, in whole batches or to the end. Other tasks of the loop run
+        between two steps."""
         async with self._turn:
             with self._guarded():
-                for _ in self._estimator.steps(self._cache.clock.now()) if not self._trouble else ():
-                    await asyncio.sleep(0)
-                self._count_measured()
+                self._pass_on()
+                while not self._trouble and (self._estimator.is_due or to_end):
+                    for _ in self._estimator.steps(self._cache.clock.now()):
+                        await asyncio.sleep(0)
+                    self._count_measured()
+                    to_end = to_end and self._estimator.waits
+
+    def _pass_on(self) -> None:
+        """Tells the estimator of the requests among the calls that wait."""
+        calls, self._calls, self._blocks = self._calls, [], 0
+        found = [call for call in calls if self._is_request(call)]
+        if found:
+            self._learn_sizes(found[-1].groups)
+            self._estimator.ask([call.groups[0] for call in found], [call.at_s for call in found])
+
+    def _is_request(self, call: _Call) -> bool:
+        group = call.groups[0]
+        if self._cache.registry.get(group.namespaces[0]).id not in group.namespaces:
+            return False
+        return self._lookups.is_request(group.hashes[0].tobytes(), call.at_s, is_lookup=call.is_lookup)
+
+    def _learn_sizes(self, groups: Sequence[GroupQuery]) -> None:
+        """Counts the pages of a block of the first group: one for each rank and group."""
+        spec = self._cache.registry.get(groups[0].namespaces[0]).spec
+        pages = sum(len(group.hashes) for group in groups) * spec.rank_count / len(groups[0].hashes)
+        if not self._page_bytes:
+            self._page_bytes, self._pages_per_block = size_class(spec.block_bytes), pages
+            self._resize()
+        self._pages_per_block += (pages - self._pages_per_block) / SMOOTHED
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -139,7 +183,7 @@ class Ceiling:
     async def _refresh_for_ever(self) -> None:
         while not self._trouble:
             await asyncio.sleep(TICK_S)
-            await self._work()
+            await self._work(to_end=True)
             async with self._turn:
                 with self._guarded():
                     self._resize()
@@ -155,10 +199,10 @@ class Ceiling:
             self._estimator.resize([size / self._pages_per_block for size in sizes])
 
     def _holds(self, spec: TierSpec, stats: TierStats) -> float:
-        """Pages that a tier holds when it is full. Once it has evicted, what it held shows also the
-        space that size classes waste."""
+        """Pages that a tier holds when it is full. Once it has evicted as many, what it held shows
+        also the space that size classes waste."""
         held = self._held[spec.name]
-        if stats.evictions:
+        if stats.evictions > held:
             return held
         page = stats.used_bytes / _pages(stats) if _pages(stats) else self._page_bytes + spec.slot_overhead_bytes
         return max(held, (spec.capacity_bytes - spec.headroom_bytes) / page)
@@ -206,9 +250,11 @@ class Ceiling:
                 gauge.labels(window=f"{window.seconds:.0f}", factor=f"{factor:g}").set(share)
 
 
-def _level(specs: Sequence[TierSpec]) -> Level:
-    kind = specs[0].kind
-    return Level(kind is TierKind.NVME, specs[0].eviction == "reuse-index", grows=kind is not TierKind.DEVICE)
+def level_of(spec: TierSpec) -> Level:
+    """The level of a tier, and of those at its distance."""
+    copied = 1 - (spec.high_watermark + spec.low_watermark) / 2
+    is_store, by_worth = spec.kind is TierKind.NVME, spec.eviction == "reuse-index"
+    return Level(is_store, by_worth, grows=spec.kind is not TierKind.DEVICE, copied=copied)
 
 
 def _pages(stats: TierStats) -> int:
