@@ -26,7 +26,7 @@ from tierd.client import Client, NamespaceSpec
 SOON_S = 60.0
 """The bound of every wait, never of a measurement."""
 LEAVES = "\x1b[?1049l"
-"""What a terminal gets when a full-screen program ends."""
+"""The sequence by which a full-screen program ends."""
 ECHO = 3
 """The index of the local flags in termios' attributes."""
 
@@ -86,7 +86,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def test_keys_work_while_the_daemon_is_watched(daemon: Daemon) -> None:
-    """The prefix tree appears by itself; keys focus, sort, filter and explain; q leaves a restored terminal."""
+    """The prefix tree appears by itself. Keys focus, sort, filter and explain; q restores the terminal."""
     with Terminal(daemon.target) as terminal:
         terminal.until(r"(?s)1 tiers.*host\.0.*the test.*top-test.*├─ [0-9a-f]{12}")
         assert not termios.tcgetattr(terminal._theirs)[ECHO] & termios.ECHO

@@ -63,9 +63,9 @@ TREE_COLUMNS = (
 def tree(ask: Ask, *, namespace: int | None, under: str, **options: str | int) -> None:
     """Shows the prefix tree: the prefixes that sequences share, with tokens, hits and tiers.
 
-    A line is a run of blocks without a branch, by the hash of its last block. hits: of its most
-    used block. sequences: how many cached ones begin with it. below: sums over all runs that
-    follow it.
+    A line is a run of blocks without a branch, by the hash of its last block. Its hits are those
+    of its most used block. Its sequences are the cached ones that begin with it. Columns with
+    "below" are sums over all runs that follow it.
     """
     request = pb.TreeRequest(
         namespace=namespace or 0,

@@ -22,9 +22,17 @@ PART = 1 << 16
 """Rows of one call that holds the interpreter lock: less than a millisecond."""
 _COUNTS = "id parent namespace position blocks tokens hits blocks_below tokens_below hits_below children leaves"
 NODE = [*((name, np.int64) for name in _COUNTS.split()), ("last_used", np.float64), ("name", np.uint64)]
-"""Fields of a listed run. id, name: of its last block. parent: its row, -1 for none. position: of
-its first block. blocks, tokens: of the run alone. hits: of its most used block. last_used: the
-latest use of the run. _below: sums over all runs below. children, leaves: as in Runs."""
+"""Fields of a listed run.
+
+id, name: of its last block.
+parent: its row in the list, -1 for none.
+position: of its first block.
+blocks, tokens: of the run alone.
+hits: of its most used block.
+last_used: the latest use of the run.
+blocks_below, tokens_below, hits_below: sums over all runs below.
+children, leaves: as in Runs.
+"""
 SORTS = ("hits", "tokens", "recent")
 FIRST_DEPTH_TOKENS = 512
 LAST_DEPTH_TOKENS = 1 << 31
@@ -33,8 +41,13 @@ LAST_DEPTH_TOKENS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """n blocks as columns, ids ascending. parent: its id, -1 for none. depth_tokens: tokens of the
-    prompt before the block. tier: the nearest that has it. name: first 8 bytes of the hash."""
+    """n blocks as columns, ids ascending.
+
+    parent: its id, -1 for none.
+    depth_tokens: of the prompt before the block.
+    tier: the nearest that has it.
+    name: first 8 bytes of the hash.
+    """
 
     id: Column
     parent: Column
@@ -56,9 +69,13 @@ class Seen:
 class Runs:
     """r runs as columns, a parent before its children. of: the run of each of the n blocks.
 
-    first, last: rows of a run's blocks. parent: of each run, -1 for none. level: branches above it.
-    blocks, tokens, hits, leaves: sums over the run and all runs below. last_used: the latest use of
-    these. leaves: runs that no run follows."""
+    first, last: rows of a run's blocks.
+    parent: of each run, -1 for none.
+    level: branches above it.
+    blocks, tokens, hits: sums over the run and all runs below.
+    leaves: those of these runs that no run follows.
+    last_used: the latest use of these runs.
+    """
 
     seen: Seen
     of: Column

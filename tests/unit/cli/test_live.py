@@ -64,7 +64,7 @@ def drawn(
 @settings(max_examples=20)
 @given(keys=st.lists(st.sampled_from(KEYS), max_size=12), trouble=st.sampled_from(["", "x" * 300]))
 def test_a_frame_is_never_larger_than_the_terminal(size: tuple[int, int], keys: list[str], trouble: str) -> None:
-    """Whatever the keys set, a frame has as many lines as the terminal, and none is too long."""
+    """A frame has as many lines as the terminal, and none is too long, after any keys."""
     view = View()
     assert all(view.press(key) for key in keys)
     lines = drawn(view, size=size, trouble=trouble)
@@ -81,7 +81,7 @@ def test_a_tiny_terminal_gets_a_part(size: tuple[int, int]) -> None:
 
 @given(st.lists(st.integers(3, 300), min_size=4, max_size=4), st.integers(0, 3), st.integers(0, 200))
 def test_panes_share_the_lines(wanted: list[int], focus: int, room: int) -> None:
-    """Panes never get more lines than there are or than they want, none gets a title alone, none is left over."""
+    """No pane gets more lines than it wants, or a title alone, and no line is left over."""
     given_lines = shares(wanted, focus=focus, room=room)
     assert sum(given_lines) <= max(room, 0)
     assert all(
@@ -94,7 +94,7 @@ def test_panes_share_the_lines(wanted: list[int], focus: int, room: int) -> None
 
 
 def test_the_head_tells_hits_queues_wear_and_ceiling() -> None:
-    """Above the panes: the hit ratio now and since the start, queues, wear, and the hit ratio of more memory."""
+    """Above the panes are hit ratios now and since the start, queues, wear, and those of more memory."""
     grown = {"tierd_tokens_hit_total_tier__host_0__": 30, "tierd_tokens_missed_total_reason__absent__": 10}
     text = "\n".join(drawn(View(), size=(120, 40), change=changed(**grown)))
     assert "hit ratio now 75.0 % of 40 tokens   since start 79.8 % of 1,040 tokens" in text

@@ -166,7 +166,7 @@ def test_depths_count_every_block(blocks: list[Block]) -> None:
 
 @pytest.mark.parametrize("shape", ["chain", "comb"])
 def test_deep_trees_take_few_rounds(shape: str) -> None:
-    """A sequence of 65,536 blocks, and one with a branch at each block, are summed without a step for each."""
+    """65,536 blocks in a row, without a branch or with one at each, are summed by few steps."""
     ids = np.arange(1 << 16)
     parents = ids - 1 if shape == "chain" else np.where(ids % 2 == 0, ids - 2, ids - 1)
     positions = ids if shape == "chain" else (ids + 1) // 2

@@ -79,7 +79,7 @@ def share_of(hit: int, asked: int) -> str:
 
 
 def wear_text(store: pb.StoreWear) -> str:
-    """What a store has written today, and what its budget has left."""
+    """`812 GiB today, 101 GiB left`: written by a store, and left of its budget."""
     left = f", {human_bytes(max(0.0, store.budget_left_bytes))} left" if store.has_budget else ""
     return f"{human_bytes(store.written_today_bytes)} today{left}"
 
@@ -125,8 +125,10 @@ def pane_lines(console: Console, change: Change, rare: Rare, view: View, *, room
 
 
 def shares(wanted: Sequence[int], *, focus: int, room: int) -> list[int]:
-    """The lines of each pane, together at most `room`: two thirds for the focused one if it wants
-    them, a few for each other, then what the focused one wants, then equally many for the others."""
+    """The lines of each pane, together at most `room`.
+
+    The focused one gets two thirds if it wants them, and each other a few. The rest goes to the
+    focused one up to its wish, then equally to the others."""
     given, order = [0] * len(wanted), sorted(range(len(wanted)), key=lambda place: place != focus)
     for place in order:
         few = TITLE_LINES + FEW_ROWS if place != focus else max(TITLE_LINES + FEW_ROWS, room * 2 // 3)
