@@ -79,7 +79,7 @@ def test_a_tiny_terminal_gets_a_part(size: tuple[int, int]) -> None:
     assert (len(lines), max(map(len, lines)) <= size[0]) == (size[1], True)
 
 
-@given(st.lists(st.integers(3, 300), min_size=4, max_size=4), st.integers(0, 3), st.integers(0, 200))
+@given(st.lists(st.integers(3, 300), min_size=4, max_size=4), st.integers(0, 3), st.integers(-5, 200))
 def test_panes_share_the_lines(wanted: list[int], focus: int, room: int) -> None:
     """No pane gets more lines than it wants, or a title alone, and no line is left over."""
     given_lines = shares(wanted, focus=focus, room=room)

@@ -135,7 +135,7 @@ def shares(wanted: Sequence[int], *, focus: int, room: int) -> list[int]:
         least = min(wanted[place], few, room)
         if least > TITLE_LINES:
             given[place], room = least, room - least
-    more = min(wanted[focus] - given[focus], room)
+    more = min(wanted[focus] - given[focus], room) if given[focus] else 0
     given[focus], room = given[focus] + more, room - more
     while wishing := [place for place in order if 0 < given[place] < wanted[place]]:
         for place in wishing[:room]:
