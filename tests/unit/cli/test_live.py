@@ -43,6 +43,7 @@ def rare() -> Rare:
     tree.nodes.extend([node] * 150)
     wear.stores.extend([wear.stores[0]] * 9)
     points = [pb.CeilingPoint(factor=n, bytes=n << 38, hit_share=n / 20) for n in range(1, 15)]
+    points[12].bytes = 0
     hour = pb.CeilingWindow(seconds=3600, tokens=1000, points=points)
     day = pb.CeilingWindow(seconds=86400, tokens=9, points=[pb.CeilingPoint(bytes=7, hit_share=0.99)])
     return Rare(wear, tree, pb.CeilingReply(windows=[day, hour]), namespaces)  # type: ignore[arg-type]
@@ -101,6 +102,7 @@ def test_the_head_tells_hits_queues_wear_and_ceiling() -> None:
     assert "queues  transfers 3" in text
     assert "written  nvme.0 812 GiB today, 101 GiB left" in text
     assert "more memory  256 GiB 5.0 %   512 GiB 10.0 %" in text
+    assert "no limit 65.0 %" in "\n".join(drawn(View(), size=(300, 50)))
     assert "no answer, trying again: gone" in "\n".join(drawn(View(), trouble="gone"))
 
 

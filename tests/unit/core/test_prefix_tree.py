@@ -40,13 +40,14 @@ class Block:
 
 @st.composite
 def caches(draw: st.DrawFn) -> list[Block]:
-    """Blocks of random trees: some ids are missing, some parents are evicted or of another namespace."""
+    """Blocks of random trees. Some parents are evicted, or their ids stand for other blocks."""
     out: list[Block] = []
     for number in range(draw(st.integers(0, 24))):
         above = draw(st.one_of(st.none(), st.sampled_from(out))) if out else None
-        parent = -1 if above is None else draw(st.sampled_from([above.id, above.id, above.id, above.id + 1]))
+        wrong = [2 * number + 1, 2 * draw(st.integers(0, 23))]  # evicted; another block has the id by now
+        parent = -1 if above is None else draw(st.sampled_from([above.id] * 6 + wrong))
         position = draw(st.integers(0, 3)) if above is None else above.position + 1
-        namespace = draw(st.sampled_from([1, 1, 1, 2])) if above is None else above.namespace
+        namespace = draw(st.sampled_from([1, 1, 1, 2])) if above is None or parent != above.id else above.namespace
         small = [draw(st.integers(0, 3)) for _ in range(3)]
         out.append(Block(2 * number, parent, namespace, position, small[0], small[1], min(small[2], TIERS - 1)))
     return out

@@ -86,11 +86,12 @@ def wear_text(store: pb.StoreWear) -> str:
 
 def ceiling_facts(ceiling: pb.CeilingReply) -> list[tuple[str, Cell]]:
     """The expected hit ratios by memory, of the hour or the window nearest to it."""
-    windows = [window for window in ceiling.windows if window.tokens]
+    windows = [window for window in ceiling.windows if window.points]
     if ceiling.trouble or not windows:
         return []
     window = min(windows, key=lambda one: abs(one.seconds - CEILING_S))
-    return [(human_bytes(point.bytes), human_share(point.hit_share, 1)) for point in window.points]
+    shares_of = [(human_bytes(one.bytes) if one.bytes else "no limit", one.hit_share) for one in window.points]
+    return [(memory, human_share(share, 1)) for memory, share in shares_of]
 
 
 def fitted(name: str, pairs: Sequence[tuple[str, Cell]], *, width: int) -> Text:
