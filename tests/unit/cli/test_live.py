@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-from fake_admin import samples
+from fake_admin import FakeAdmin, samples, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from tierd._proto import admin_pb2 as pb
+from tierd.cli.live import sampling
 from tierd.cli.live.frame import TITLE_LINES, frame, shares
 from tierd.cli.live.keys import keys_of
 from tierd.cli.live.rows import rate_rows, tier_rows
-from tierd.cli.live.sampling import Change, Rare, Sample
+from tierd.cli.live.sampling import Change, Rare, Sample, Sampler
 from tierd.cli.live.view import PANE_SORTS, PANES, View
+from tierd.errors import Unavailable
 
 SIZES = [(80, 24), (120, 40), (200, 50)]
 KEYS = ["1", "2", "3", "4", "tab", "backtab", "s", "/", "h", "o", "enter", "escape", "erase", "up", "down", "p", "?"]
@@ -149,3 +152,33 @@ def test_keys_change_the_picture() -> None:
 def test_a_terminal_sends_keys_by_sequences() -> None:
     """Arrows and the like are one key each, unknown sequences none, and a lone Escape is a key."""
     assert keys_of("3\x1b[A\x1b[B\x1b[Z\x1b[15~\x1bOPs\x1b") == ["3", "up", "down", "backtab", "s", "escape"]
+
+
+def test_answers_that_a_daemon_lacks_leave_the_others(admin: FakeAdmin, tmp_path: Path) -> None:
+    """A daemon without one of the rare calls is still watched, and its other answers come."""
+    del admin.answers["Tree"]
+    with served(admin, tmp_path) as connection:
+        with Sampler(lambda: connection, interval_s=0.01, tree_sort="hits") as sampler:
+            while not sampler.rare.wear.stores or sampler.samples < 3:
+                sampler.wait([])
+        assert (sampler.trouble, len(sampler.rare.tree.nodes)) == ("", 0)
+
+
+def test_a_daemon_that_stays_away_ends_top(admin: FakeAdmin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that is back in time is found again; one that stays away ends top with its error."""
+    monkeypatch.setattr(sampling, "RETRY_S", 0.01)
+    with served(admin, tmp_path) as connection:
+        status = admin.answers["Status"]
+        with Sampler(lambda: connection, interval_s=0.01, tree_sort="hits") as sampler:
+            admin.answers["Status"] = Unavailable("gone; start it")
+            while not sampler.trouble:
+                sampler.wait([])
+            assert sampler.error is None
+            admin.answers["Status"] = status
+            while sampler.trouble:
+                sampler.wait([])
+            monkeypatch.setattr(sampling, "RECONNECT_S", 0.0)
+            admin.answers["Status"] = Unavailable("gone; start it")
+            while sampler.error is None:
+                sampler.wait([])
+    assert str(sampler.error) == "gone; start it"

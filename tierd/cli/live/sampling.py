@@ -128,8 +128,8 @@ class Sampler:
             thread.join(CALL_S)
 
     def wait(self, fds: Sequence[int]) -> bool:
-        """Returns after a new answer, or when one of the descriptors can be read: then True."""
-        ready = select.select([self._reader, *fds], [], [])[0]
+        """Returns after a new answer, after CALL_S, or when a descriptor can be read: then True."""
+        ready = select.select([self._reader, *fds], [], [], CALL_S)[0]
         if self._reader in ready:
             os.read(self._reader, 1 << 12)
         return any(fd in ready for fd in fds)
