@@ -95,6 +95,8 @@ def summary(reply: pb.TreeReply) -> str:
     """The sums over the whole tree, and how much of it is listed."""
     tokens, shared, runs = (human_count(count) for count in (reply.tokens, reply.tokens_shared, reply.runs))
     said = f"{human_count(reply.blocks)} blocks, {tokens} tokens, {shared} of them shared by several sequences"
+    if reply.blocks_cut_off:
+        said += f"; {human_count(reply.blocks_cut_off)} blocks follow evicted ones: of use to layers with windows only"
     if not reply.is_cut:
         return said
     return f"{said}; {len(reply.nodes):,} of {runs} runs are shown: --limit, --depth and --under show others"

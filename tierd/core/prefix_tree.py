@@ -104,7 +104,7 @@ def runs_of(seen: Seen, *, under: int | None = None) -> Runs:
     """The runs of these blocks. under: a block's id; only that block and those that follow it."""
     parent = _parent_rows(seen)
     if under is not None:
-        (top,) = np.flatnonzero(seen.id == under)
+        top = int(np.searchsorted(seen.id, under))
         parent[top] = -1
         return runs_of(seen.at(_first_above(parent, parent < 0) == top))
     count = len(parent)
@@ -181,6 +181,11 @@ def reuse_by_depth(seen: Seen) -> list[DepthCount]:
 def shared_tokens(runs: Runs) -> int:
     """Tokens of the runs that more than one cached sequence begins with."""
     return int(runs.seen.tokens[(runs.children > 0).take(runs.of)].sum())
+
+
+def blocks_cut_off(runs: Runs) -> int:
+    """Blocks that follow evicted ones. Only layers with windows can still use them."""
+    return int(runs.blocks[(runs.parent < 0) & (runs.seen.position[runs.first] > 0)].sum())
 
 
 def _parent_rows(seen: Seen) -> Column:

@@ -14,6 +14,7 @@ from tierd.core.prefix_tree import (
     SORTS,
     Runs,
     Seen,
+    blocks_cut_off,
     chosen,
     listed,
     reuse_by_depth,
@@ -121,11 +122,13 @@ def test_runs_are_those_of_the_tree(blocks: list[Block], sort: str) -> None:
     runs = runs_of(seen_of(blocks))
     rows = chosen(runs, sort=sort, limit=MOST, depth=MOST)
     wanted: dict[int, tuple[object, ...]] = {}
-    for root in grown(blocks):
+    roots = grown(blocks)
+    for root in roots:
         wanted |= facts_of(root)
     assert told(runs, rows) == wanted
     nodes = listed(runs, rows, tiers=TIERS)
     assert (nodes["parent"] < np.arange(len(nodes))).all()
+    assert blocks_cut_off(runs) == sum(len(below(root)) for root in roots if root.position)
     assert shared_tokens(runs) == TOKENS * sum(row[3] for row in wanted.values() if row[6])  # type: ignore[misc]
 
 

@@ -20,7 +20,18 @@ from tierd.cache.cache import Cache
 from tierd.cache.operator import Operator
 from tierd.core.formats.model import StructArray
 from tierd.core.plan import Bytes, Ids
-from tierd.core.prefix_tree import NODE, SORTS, Column, Seen, chosen, listed, reuse_by_depth, runs_of, shared_tokens
+from tierd.core.prefix_tree import (
+    NODE,
+    SORTS,
+    Column,
+    Seen,
+    blocks_cut_off,
+    chosen,
+    listed,
+    reuse_by_depth,
+    runs_of,
+    shared_tokens,
+)
 from tierd.errors import InvalidArgument, NotFound
 
 LIMIT, LIMIT_MOST = 200, 4096
@@ -119,6 +130,7 @@ class Trees:
             tokens=int(runs.seen.tokens.sum()),
             tokens_shared=shared_tokens(runs),
             runs=len(runs.first),
+            blocks_cut_off=0 if request.root else blocks_cut_off(runs),
             is_cut=len(rows) < len(runs.first),
             depths=depths,
         )
