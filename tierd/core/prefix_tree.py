@@ -108,7 +108,7 @@ def runs_of(seen: Seen, *, under: int | None = None) -> Runs:
         parent[top] = -1
         return runs_of(seen.at(_first_above(parent, parent < 0) == top))
     count = len(parent)
-    children = _sums(parent, np.ones(count, np.int32), count)
+    children = _sums(parent, 1, count)
     is_first = parent < 0
     is_first |= children.take(parent) != 1
     first = np.flatnonzero(is_first)
@@ -153,14 +153,13 @@ def listed(runs: Runs, rows: Column, *, tiers: int) -> StructArray:
     out["parent"] = place.take(runs.parent[rows])
     out["namespace"], out["position"] = seen.namespace[first], seen.position[first]
     out["children"], out["leaves"] = runs.children[rows], runs.leaves[rows]
-    ones = np.ones(len(at), np.int64)
-    for name, values in (("blocks", ones), ("tokens", seen.tokens[held]), ("hits", seen.hits[held])):
+    for name, values in (("blocks", 1), ("tokens", seen.tokens[held]), ("hits", seen.hits[held])):
         own = _sums(at, values, count)[:count]
         if name != "hits":
             out[name] = own
         out[f"{name}_below"] = getattr(runs, name)[rows] - own
     cells = at.astype(np.int64) * tiers + seen.tier[held]
-    out["tier_blocks"] = _sums(cells, ones, count * tiers)[:-1].reshape(count, tiers)
+    out["tier_blocks"] = _sums(cells, 1, count * tiers)[:-1].reshape(count, tiers)
     return out
 
 
@@ -170,7 +169,7 @@ def reuse_by_depth(seen: Seen) -> list[DepthCount]:
     while edges[-1] < LAST_DEPTH_TOKENS:
         edges.append(max(FIRST_DEPTH_TOKENS, 2 * edges[-1]))
     at = np.searchsorted(np.asarray(edges[1:]), seen.depth_tokens, side="right")
-    blocks = _sums(at, np.ones(len(at), np.int64), len(edges))
+    blocks = _sums(at, 1, len(edges))
     hits = _sums(at, seen.hits, len(edges))
     ends = [*edges[1:], (1 << 32) - 1]
     deepest = int(at.max(initial=-1)) + 1
@@ -214,9 +213,8 @@ def _first_above(parent: Column, is_first: Column) -> Column:
 def _summed(seen: Seen, of: Column, first: Column, last: Column, parent: Column) -> Runs:
     """The runs, with sums over the runs below. Each round adds what is up to twice as far below."""
     count = len(first)
-    ones = np.ones(len(of), np.int64)
-    blocks, tokens, hits = (_sums(of, each, count)[:count] for each in (ones, seen.tokens, seen.hits))
-    children = _sums(parent, np.ones(count, np.int64), count)[:count]
+    blocks, tokens, hits = (_sums(of, each, count)[:count] for each in (1, seen.tokens, seen.hits))
+    children = _sums(parent, 1, count)[:count]
     leaves = (children == 0).astype(np.int64)
     used = np.full(count, -np.inf)
     for part in _parts(len(of)):
@@ -237,11 +235,11 @@ def _summed(seen: Seen, of: Column, first: Column, last: Column, parent: Column)
     return Runs(seen, of, first, last, parent, children, level, blocks, tokens, hits, leaves, used)
 
 
-def _sums(at: Column, values: Column, count: int) -> Column:
+def _sums(at: Column, values: Column | int, count: int) -> Column:
     """The sum of the values of each of `count` places, int64 [count + 1]. The last is of place -1."""
     out = np.zeros(count + 1, np.int64)
     for part in _parts(len(at)):
-        np.add.at(out, at[part], values[part])
+        np.add.at(out, at[part], values if isinstance(values, int) else values[part])
     return out
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.live import sampling
-from tierd.cli.live.frame import TITLE_LINES, frame, shares
+from tierd.cli.live.frame import TITLE_LINES, ceiling_facts, frame, shares
 from tierd.cli.live.keys import keys_of
 from tierd.cli.live.rows import rate_rows, tier_rows
 from tierd.cli.live.sampling import Change, Rare, Sample, Sampler
@@ -105,6 +105,8 @@ def test_the_head_tells_hits_queues_wear_and_ceiling() -> None:
     assert "queues  transfers 3" in text
     assert "written  nvme.0 812 GiB today, 101 GiB left" in text
     assert "more memory  256 GiB 5.0 %   512 GiB 10.0 %" in text
+    few = Rare(ceiling=pb.CeilingReply(trouble="too early", windows=rare().ceiling.windows))
+    assert ceiling_facts(few.ceiling) == []
     assert "no limit 65.0 %" in "\n".join(drawn(View(), size=(300, 50)))
     assert "no answer, trying again: gone" in "\n".join(drawn(View(), trouble="gone"))
 

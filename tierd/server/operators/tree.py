@@ -119,6 +119,7 @@ class Trees:
     ) -> tuple[pb.TreeReply, StructArray]:
         """The reply without nodes, and the nodes. Raises NotFound if no piece has the block `under`."""
         seen = Seen(*(np.concatenate([getattr(piece, field.name) for piece in pieces]) for field in fields(Seen)))
+        pieces.clear()  # frees their memory
         if under is not None and under not in seen.id:
             raise NotFound(f"block {request.root}: not in these namespaces, or evicted meanwhile; see `tierctl blocks`")
         limit, depth = min(request.limit or LIMIT, LIMIT_MOST), request.depth or DEPTH
