@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tierd.cli.live.keys import keys_of
 from tierd.cli.live.rows import rate_rows, tier_rows
 from tierd.cli.live.sampling import Change, Rare, Sample, Sampler
 from tierd.cli.live.view import PANE_SORTS, PANES, View
+from tierd.cli.top import pressed
 from tierd.errors import Unavailable
 
 SIZES = [(80, 24), (120, 40), (200, 50)]
@@ -184,3 +186,20 @@ def test_a_daemon_that_stays_away_ends_top(admin: FakeAdmin, tmp_path: Path, mon
             while sampler.error is None:
                 sampler.wait([])
     assert str(sampler.error) == "gone; start it"
+
+
+def test_a_sort_key_of_the_tree_asks_the_daemon(admin: FakeAdmin, tmp_path: Path) -> None:
+    """The next key to sort the tree by is asked for at once, and q among the keys ends the program."""
+    reader, writer = os.pipe()
+    with (
+        served(admin, tmp_path) as connection,
+        Sampler(lambda: connection, interval_s=9.0, tree_sort="hits") as sampler,
+    ):
+        os.write(writer, b"3s")
+        assert pressed(View(), sampler, reader)
+        while not any(isinstance(asked, pb.TreeRequest) and asked.sort == "tokens" for _, asked, _ in admin.asked):
+            sampler.wait([])
+        os.write(writer, b"1q")
+        assert not pressed(View(), sampler, reader)
+    os.close(reader)
+    os.close(writer)
