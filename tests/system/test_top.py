@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -15,18 +16,20 @@ import termios
 import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from tests.system.warm import Daemon
+from tierd.cli.ctl import cli
 from tierd.client import Client, NamespaceSpec
 
 SOON_S = 60.0
 """The bound of every wait, never of a measurement."""
 LEAVES = "\x1b[?1049l"
-"""What a terminal gets when a full-screen program ends."""
+"""The sequence by which a full-screen program ends."""
 ECHO = 3
 """The index of the local flags in termios' attributes."""
 
@@ -86,7 +89,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def test_keys_work_while_the_daemon_is_watched(daemon: Daemon) -> None:
-    """The prefix tree appears by itself; keys focus, sort, filter and explain; q leaves a restored terminal."""
+    """The prefix tree appears by itself. Keys focus, sort, filter and explain; q restores the terminal."""
     with Terminal(daemon.target) as terminal:
         terminal.until(r"(?s)1 tiers.*host\.0.*the test.*top-test.*├─ [0-9a-f]{12}")
         assert not termios.tcgetattr(terminal._theirs)[ECHO] & termios.ECHO
@@ -129,3 +132,24 @@ def test_a_daemon_that_vanishes_is_found_again() -> None:
         terminal.until(r"\x1b\[Htierd 0")
         terminal.press("q")
         assert terminal.ended() == 0
+
+
+def test_the_tree_has_the_prefixes_that_prompts_share(daemon: Daemon) -> None:
+    """The two prompts are three runs with what they have in common, and --under lists one of them."""
+
+    def asked(*options: str) -> dict[str, Any]:
+        run = CliRunner().invoke(cli, ["tree", *options, "--json", "--target", daemon.target])
+        assert run.exit_code == 0, run.output
+        answer: dict[str, Any] = json.loads(run.stdout)
+        return answer
+
+    tree = asked("--model", "top-test", "--sort", "tokens")
+    assert [(node["parent"], node["blocks"], node["leaves"]) for node in tree["nodes"]] == [
+        (-1, 4, 2),
+        (0, 2, 1),
+        (0, 2, 1),
+    ]
+    assert (tree["blocks"], tree["tokens_shared"], tree["is_cut"]) == (8, 64, False)
+    assert [(row["from_tokens"], row["blocks"]) for row in tree["depths"]] == [(0, 8)]
+    (node,) = asked("--under", tree["nodes"][1]["hash"][:16])["nodes"]
+    assert node["hash"] == tree["nodes"][1]["hash"]

@@ -795,7 +795,7 @@ class DepthReuse(_message.Message):
     def __init__(self, from_tokens: _Optional[int] = ..., to_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class TreeReply(_message.Message):
-    __slots__ = ("nodes", "blocks", "tokens", "is_cut", "depths", "tokens_shared", "runs", "took_s")
+    __slots__ = ("nodes", "blocks", "tokens", "is_cut", "depths", "tokens_shared", "runs", "took_s", "blocks_cut_off")
     NODES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -804,6 +804,7 @@ class TreeReply(_message.Message):
     TOKENS_SHARED_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     TOOK_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[TreeNode]
     blocks: int
     tokens: int
@@ -812,7 +813,8 @@ class TreeReply(_message.Message):
     tokens_shared: int
     runs: int
     took_s: float
-    def __init__(self, nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., is_cut: bool = ..., depths: _Optional[_Iterable[_Union[DepthReuse, _Mapping]]] = ..., tokens_shared: _Optional[int] = ..., runs: _Optional[int] = ..., took_s: _Optional[float] = ...) -> None: ...
+    blocks_cut_off: int
+    def __init__(self, nodes: _Optional[_Iterable[_Union[TreeNode, _Mapping]]] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., is_cut: bool = ..., depths: _Optional[_Iterable[_Union[DepthReuse, _Mapping]]] = ..., tokens_shared: _Optional[int] = ..., runs: _Optional[int] = ..., took_s: _Optional[float] = ..., blocks_cut_off: _Optional[int] = ...) -> None: ...
 
 class CeilingRequest(_message.Message):
     __slots__ = ()

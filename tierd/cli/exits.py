@@ -32,10 +32,21 @@ class ExitCode(enum.IntEnum):
 class Program(Listing):
     """A group of commands whose errors end as one line and an exit code."""
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Reads the options before the verb."""
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except click.UsageError as error:
+            end_misused(self.name or "tierd", error)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the requested command."""
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            end_misused(self.name or "tierd", error)
         except TierdError as error:
             end(self.name or "tierd", error)
         except UnicodeEncodeError as error:
@@ -57,6 +68,16 @@ def end(program: str, error: TierdError) -> NoReturn:
     line = " ".join(str(error).split()) or type(error).__name__
     click.echo(f"{program}: {line}", err=True)
     raise click.exceptions.Exit(code_of(error)) from error
+
+
+def end_misused(program: str, error: click.UsageError) -> NoReturn:
+    """Prints what is wrong with the command line, and the help to see, as one line on stderr."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        raise error
+    said = " ".join(error.format_message().split()).removesuffix(".")
+    where = error.ctx.command_path if error.ctx is not None else program
+    click.echo(f"{program}: {said[:1].lower()}{said[1:]}; see `{where} --help`", err=True)
+    raise click.exceptions.Exit(ExitCode.USAGE) from error
 
 
 def code_of(error: TierdError) -> ExitCode:

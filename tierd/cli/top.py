@@ -1,7 +1,7 @@
 """`tierctl top`: the daemon, live.
 
-`live` has the parts: sampling.py asks the Admin service, frame.py draws, keys.py reads keys. It keeps no history, and it
-always restores the terminal. Without one it prints frame after frame and reads no keys.
+The package `live` has its parts. It keeps no history, and it always restores the terminal. Without
+a terminal it prints frame after frame and reads no keys.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ TREE_COLUMNS = (
 def tree(ask: Ask, *, namespace: int | None, under: str, **options: str | int) -> None:
     """Shows the prefix tree: the prefixes that sequences share, with tokens, hits and tiers.
 
-    A line is a run of blocks without a branch, by the hash of its last block. hits: of its most
-    used block. sequences: how many cached ones begin with it. below: sums over all runs that
-    follow it.
+    A line is a run of blocks without a branch, by the hash of its last block. Its hits are those
+    of its most used block. Its sequences are the cached ones that begin with it. Columns with
+    "below" are sums over all runs that follow it.
     """
     request = pb.TreeRequest(
         namespace=namespace or 0,
@@ -76,12 +76,13 @@ def tree(ask: Ask, *, namespace: int | None, under: str, **options: str | int) -
     with ask.connect() as daemon:
         spaces = pb.NamespacesReply() if ask.as_json else daemon.ask(pb.NamespacesRequest())
         answer = daemon.ask(request)
-    ask.show(answer, lambda console, reply: draw_tree(console, reply, Models(spaces.namespaces)))
+    models = Models(spaces.namespaces)
+    ask.show(answer, lambda console, reply: draw_tree(console, reply, models, is_part=bool(under)))
 
 
-def draw_tree(console: Console, reply: pb.TreeReply, models: Models) -> None:
-    """Prints the tree, the colors of its tiers, and the sums over all."""
-    rows = list(tree_rows(reply, models, has_guides=console.is_terminal))
+def draw_tree(console: Console, reply: pb.TreeReply, models: Models, *, is_part: bool = False) -> None:
+    """Prints the tree, the colors of its tiers, and the sums over all. is_part: what is under a block."""
+    rows = list(tree_rows(reply, models, has_guides=console.is_terminal, is_part=is_part))
     show_table(console, TREE_COLUMNS, rows, empty="no block is cached")
     if not rows:
         return
@@ -95,6 +96,8 @@ def summary(reply: pb.TreeReply) -> str:
     """The sums over the whole tree, and how much of it is listed."""
     tokens, shared, runs = (human_count(count) for count in (reply.tokens, reply.tokens_shared, reply.runs))
     said = f"{human_count(reply.blocks)} blocks, {tokens} tokens, {shared} of them shared by several sequences"
+    if reply.blocks_cut_off:
+        said += f"; {human_count(reply.blocks_cut_off)} blocks follow evicted ones: of use to layers with windows only"
     if not reply.is_cut:
         return said
     return f"{said}; {len(reply.nodes):,} of {runs} runs are shown: --limit, --depth and --under show others"
@@ -107,10 +110,11 @@ def legend(reply: pb.TreeReply) -> Text:
     return Text.assemble(*parts)
 
 
-def tree_rows(reply: pb.TreeReply, models: Models, *, has_guides: bool) -> Iterator[list[Cell]]:
+def tree_rows(reply: pb.TreeReply, models: Models, *, has_guides: bool, is_part: bool = False) -> Iterator[list[Cell]]:
     """The cells of each listed run below its namespace, in the order of TREE_COLUMNS.
 
     has_guides: lines connect a run with those that follow it; otherwise it is indented.
+    is_part: blocks before the first run are not listed; otherwise they are evicted.
     """
     below: defaultdict[int, list[int]] = defaultdict(list)
     roots: defaultdict[int, list[int]] = defaultdict(list)
@@ -119,7 +123,11 @@ def tree_rows(reply: pb.TreeReply, models: Models, *, has_guides: bool) -> Itera
     for namespace, rows in roots.items():
         yield [Text(models.short_name(namespace), style="bold"), *[""] * (len(TREE_COLUMNS) - 1)]
         for row, guide in ordered(rows, below, has_guides=has_guides):
-            yield node_row(reply.nodes[row], guide, hidden=reply.nodes[row].children - len(below[row]))
+            node = reply.nodes[row]
+            is_cut_off = node.parent < 0 and node.position > 0 and not is_part
+            prefix = Text.assemble((guide, "dim"), (node.hash.hex()[:HASH_DIGITS], "cyan"))
+            prefix.append(f" (first {node.position} evicted)" if is_cut_off else "", style="dim")
+            yield [prefix, *node_cells(node, hidden=node.children - len(below[row]))]
 
 
 def ordered(rows: Sequence[int], below: Mapping[int, Sequence[int]], *, has_guides: bool) -> Iterator[tuple[int, str]]:
@@ -133,11 +141,10 @@ def ordered(rows: Sequence[int], below: Mapping[int, Sequence[int]], *, has_guid
         waiting += [(kid, lead, kid == kids[-1]) for kid in reversed(kids)]
 
 
-def node_row(node: pb.TreeNode, guide: str, *, hidden: int) -> list[Cell]:
-    """A run's cells, in the order of TREE_COLUMNS. hidden: runs that follow it and are not listed."""
-    start = f" (first {node.position} evicted)" if node.parent < 0 and node.position else ""
+def node_cells(node: pb.TreeNode, *, hidden: int) -> list[Cell]:
+    """A run's cells after the first, in the order of TREE_COLUMNS. hidden: runs that follow it and
+    are not listed."""
     return [
-        Text.assemble((guide, "dim"), (node.hash.hex()[:HASH_DIGITS], "cyan"), (start, "dim")),
         tier_bar(node.tier_blocks),
         *(human_count(count) for count in (node.blocks, node.tokens, node.hits)),
         human_seconds(node.idle_s),

@@ -22,9 +22,17 @@ PART = 1 << 16
 """Rows of one call that holds the interpreter lock: less than a millisecond."""
 _COUNTS = "id parent namespace position blocks tokens hits blocks_below tokens_below hits_below children leaves"
 NODE = [*((name, np.int64) for name in _COUNTS.split()), ("last_used", np.float64), ("name", np.uint64)]
-"""Fields of a listed run. id, name: of its last block. parent: its row, -1 for none. position: of
-its first block. blocks, tokens: of the run alone. hits: of its most used block. last_used: the
-latest use of the run. _below: sums over all runs below. children, leaves: as in Runs."""
+"""Fields of a listed run.
+
+id, name: of its last block.
+parent: its row in the list, -1 for none.
+position: of its first block.
+blocks, tokens: of the run alone.
+hits: of its most used block.
+last_used: the latest use of the run.
+blocks_below, tokens_below, hits_below: sums over all runs below.
+children, leaves: as in Runs.
+"""
 SORTS = ("hits", "tokens", "recent")
 FIRST_DEPTH_TOKENS = 512
 LAST_DEPTH_TOKENS = 1 << 31
@@ -33,8 +41,13 @@ LAST_DEPTH_TOKENS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """n blocks as columns, ids ascending. parent: its id, -1 for none. depth_tokens: tokens of the
-    prompt before the block. tier: the nearest that has it. name: first 8 bytes of the hash."""
+    """n blocks as columns, ids ascending.
+
+    parent: its id, -1 for none.
+    depth_tokens: of the prompt before the block.
+    tier: the nearest that has it.
+    name: first 8 bytes of the hash.
+    """
 
     id: Column
     parent: Column
@@ -56,9 +69,13 @@ class Seen:
 class Runs:
     """r runs as columns, a parent before its children. of: the run of each of the n blocks.
 
-    first, last: rows of a run's blocks. parent: of each run, -1 for none. level: branches above it.
-    blocks, tokens, hits, leaves: sums over the run and all runs below. last_used: the latest use of
-    these. leaves: runs that no run follows."""
+    first, last: rows of a run's blocks.
+    parent: of each run, -1 for none.
+    level: branches above it.
+    blocks, tokens, hits: sums over the run and all runs below.
+    leaves: those of these runs that no run follows.
+    last_used: the latest use of these runs.
+    """
 
     seen: Seen
     of: Column
@@ -87,11 +104,11 @@ def runs_of(seen: Seen, *, under: int | None = None) -> Runs:
     """The runs of these blocks. under: a block's id; only that block and those that follow it."""
     parent = _parent_rows(seen)
     if under is not None:
-        (top,) = np.flatnonzero(seen.id == under)
+        top = int(np.searchsorted(seen.id, under))
         parent[top] = -1
         return runs_of(seen.at(_first_above(parent, parent < 0) == top))
     count = len(parent)
-    children = _sums(parent, np.ones(count, np.int32), count)
+    children = _sums(parent, 1, count)
     is_first = parent < 0
     is_first |= children.take(parent) != 1
     first = np.flatnonzero(is_first)
@@ -136,14 +153,13 @@ def listed(runs: Runs, rows: Column, *, tiers: int) -> StructArray:
     out["parent"] = place.take(runs.parent[rows])
     out["namespace"], out["position"] = seen.namespace[first], seen.position[first]
     out["children"], out["leaves"] = runs.children[rows], runs.leaves[rows]
-    ones = np.ones(len(at), np.int64)
-    for name, values in (("blocks", ones), ("tokens", seen.tokens[held]), ("hits", seen.hits[held])):
+    for name, values in (("blocks", 1), ("tokens", seen.tokens[held]), ("hits", seen.hits[held])):
         own = _sums(at, values, count)[:count]
         if name != "hits":
             out[name] = own
         out[f"{name}_below"] = getattr(runs, name)[rows] - own
     cells = at.astype(np.int64) * tiers + seen.tier[held]
-    out["tier_blocks"] = _sums(cells, ones, count * tiers)[:-1].reshape(count, tiers)
+    out["tier_blocks"] = _sums(cells, 1, count * tiers)[:-1].reshape(count, tiers)
     return out
 
 
@@ -153,7 +169,7 @@ def reuse_by_depth(seen: Seen) -> list[DepthCount]:
     while edges[-1] < LAST_DEPTH_TOKENS:
         edges.append(max(FIRST_DEPTH_TOKENS, 2 * edges[-1]))
     at = np.searchsorted(np.asarray(edges[1:]), seen.depth_tokens, side="right")
-    blocks = _sums(at, np.ones(len(at), np.int64), len(edges))
+    blocks = _sums(at, 1, len(edges))
     hits = _sums(at, seen.hits, len(edges))
     ends = [*edges[1:], (1 << 32) - 1]
     deepest = int(at.max(initial=-1)) + 1
@@ -164,6 +180,11 @@ def reuse_by_depth(seen: Seen) -> list[DepthCount]:
 def shared_tokens(runs: Runs) -> int:
     """Tokens of the runs that more than one cached sequence begins with."""
     return int(runs.seen.tokens[(runs.children > 0).take(runs.of)].sum())
+
+
+def blocks_cut_off(runs: Runs) -> int:
+    """Blocks that follow evicted ones. Only layers with windows can still use them."""
+    return int(runs.blocks[(runs.parent < 0) & (runs.seen.position[runs.first] > 0)].sum())
 
 
 def _parent_rows(seen: Seen) -> Column:
@@ -192,9 +213,8 @@ def _first_above(parent: Column, is_first: Column) -> Column:
 def _summed(seen: Seen, of: Column, first: Column, last: Column, parent: Column) -> Runs:
     """The runs, with sums over the runs below. Each round adds what is up to twice as far below."""
     count = len(first)
-    ones = np.ones(len(of), np.int64)
-    blocks, tokens, hits = (_sums(of, each, count)[:count] for each in (ones, seen.tokens, seen.hits))
-    children = _sums(parent, np.ones(count, np.int64), count)[:count]
+    blocks, tokens, hits = (_sums(of, each, count)[:count] for each in (1, seen.tokens, seen.hits))
+    children = _sums(parent, 1, count)[:count]
     leaves = (children == 0).astype(np.int64)
     used = np.full(count, -np.inf)
     for part in _parts(len(of)):
@@ -215,11 +235,11 @@ def _summed(seen: Seen, of: Column, first: Column, last: Column, parent: Column)
     return Runs(seen, of, first, last, parent, children, level, blocks, tokens, hits, leaves, used)
 
 
-def _sums(at: Column, values: Column, count: int) -> Column:
+def _sums(at: Column, values: Column | int, count: int) -> Column:
     """The sum of the values of each of `count` places, int64 [count + 1]. The last is of place -1."""
     out = np.zeros(count + 1, np.int64)
     for part in _parts(len(at)):
-        np.add.at(out, at[part], values[part])
+        np.add.at(out, at[part], values if isinstance(values, int) else values[part])
     return out
 
 

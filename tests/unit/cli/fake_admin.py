@@ -141,7 +141,7 @@ def tree() -> pb.TreeReply:
             pb.TreeNode(hash=b"\3" * 8, parent=-1, namespace=2, position=4, blocks=1, tokens=16, leaves=1,
                         tier_blocks={"host.0": 1}, idle_s=120),
         ],
-        blocks=19, tokens=304, tokens_shared=96, runs=5, is_cut=True,
+        blocks=19, tokens=304, tokens_shared=96, runs=5, is_cut=True, blocks_cut_off=1,
     )  # fmt: skip
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 import pytest
-from fake_admin import samples
+from fake_admin import FakeAdmin, samples, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli.live.frame import TITLE_LINES, frame, shares
+from tierd.cli.live import sampling
+from tierd.cli.live.frame import TITLE_LINES, ceiling_facts, frame, shares
 from tierd.cli.live.keys import keys_of
 from tierd.cli.live.rows import rate_rows, tier_rows
-from tierd.cli.live.sampling import Change, Rare, Sample
+from tierd.cli.live.sampling import Change, Rare, Sample, Sampler
 from tierd.cli.live.view import PANE_SORTS, PANES, View
+from tierd.cli.top import pressed
+from tierd.errors import Unavailable
 
 SIZES = [(80, 24), (120, 40), (200, 50)]
 KEYS = ["1", "2", "3", "4", "tab", "backtab", "s", "/", "h", "o", "enter", "escape", "erase", "up", "down", "p", "?"]
@@ -43,6 +48,7 @@ def rare() -> Rare:
     tree.nodes.extend([node] * 150)
     wear.stores.extend([wear.stores[0]] * 9)
     points = [pb.CeilingPoint(factor=n, bytes=n << 38, hit_share=n / 20) for n in range(1, 15)]
+    points[12].bytes = 0
     hour = pb.CeilingWindow(seconds=3600, tokens=1000, points=points)
     day = pb.CeilingWindow(seconds=86400, tokens=9, points=[pb.CeilingPoint(bytes=7, hit_share=0.99)])
     return Rare(wear, tree, pb.CeilingReply(windows=[day, hour]), namespaces)  # type: ignore[arg-type]
@@ -64,7 +70,7 @@ def drawn(
 @settings(max_examples=20)
 @given(keys=st.lists(st.sampled_from(KEYS), max_size=12), trouble=st.sampled_from(["", "x" * 300]))
 def test_a_frame_is_never_larger_than_the_terminal(size: tuple[int, int], keys: list[str], trouble: str) -> None:
-    """Whatever the keys set, a frame has as many lines as the terminal, and none is too long."""
+    """A frame has as many lines as the terminal, and none is too long, after any keys."""
     view = View()
     assert all(view.press(key) for key in keys)
     lines = drawn(view, size=size, trouble=trouble)
@@ -79,9 +85,9 @@ def test_a_tiny_terminal_gets_a_part(size: tuple[int, int]) -> None:
     assert (len(lines), max(map(len, lines)) <= size[0]) == (size[1], True)
 
 
-@given(st.lists(st.integers(3, 300), min_size=4, max_size=4), st.integers(0, 3), st.integers(0, 200))
+@given(st.lists(st.integers(3, 300), min_size=4, max_size=4), st.integers(0, 3), st.integers(-5, 200))
 def test_panes_share_the_lines(wanted: list[int], focus: int, room: int) -> None:
-    """Panes never get more lines than there are or than they want, none gets a title alone, none is left over."""
+    """No pane gets more lines than it wants, or a title alone, and no line is left over."""
     given_lines = shares(wanted, focus=focus, room=room)
     assert sum(given_lines) <= max(room, 0)
     assert all(
@@ -94,13 +100,16 @@ def test_panes_share_the_lines(wanted: list[int], focus: int, room: int) -> None
 
 
 def test_the_head_tells_hits_queues_wear_and_ceiling() -> None:
-    """Above the panes: the hit ratio now and since the start, queues, wear, and the hit ratio of more memory."""
+    """Above the panes are hit ratios now and since the start, queues, wear, and those of more memory."""
     grown = {"tierd_tokens_hit_total_tier__host_0__": 30, "tierd_tokens_missed_total_reason__absent__": 10}
     text = "\n".join(drawn(View(), size=(120, 40), change=changed(**grown)))
     assert "hit ratio now 75.0 % of 40 tokens   since start 79.8 % of 1,040 tokens" in text
     assert "queues  transfers 3" in text
     assert "written  nvme.0 812 GiB today, 101 GiB left" in text
     assert "more memory  256 GiB 5.0 %   512 GiB 10.0 %" in text
+    few = Rare(ceiling=pb.CeilingReply(trouble="too early", windows=rare().ceiling.windows))
+    assert ceiling_facts(few.ceiling) == []
+    assert "no limit 65.0 %" in "\n".join(drawn(View(), size=(300, 50)))
     assert "no answer, trying again: gone" in "\n".join(drawn(View(), trouble="gone"))
 
 
@@ -147,3 +156,50 @@ def test_keys_change_the_picture() -> None:
 def test_a_terminal_sends_keys_by_sequences() -> None:
     """Arrows and the like are one key each, unknown sequences none, and a lone Escape is a key."""
     assert keys_of("3\x1b[A\x1b[B\x1b[Z\x1b[15~\x1bOPs\x1b") == ["3", "up", "down", "backtab", "s", "escape"]
+
+
+def test_answers_that_a_daemon_lacks_leave_the_others(admin: FakeAdmin, tmp_path: Path) -> None:
+    """A daemon without one of the rare calls is still watched, and its other answers come."""
+    del admin.answers["Tree"]
+    with served(admin, tmp_path) as connection:
+        with Sampler(lambda: connection, interval_s=0.01, tree_sort="hits") as sampler:
+            while not sampler.rare.wear.stores or sampler.samples < 3:
+                sampler.wait([])
+        assert (sampler.trouble, len(sampler.rare.tree.nodes)) == ("", 0)
+
+
+def test_a_daemon_that_stays_away_ends_top(admin: FakeAdmin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that is back in time is found again; one that stays away ends top with its error."""
+    monkeypatch.setattr(sampling, "RETRY_S", 0.01)
+    with served(admin, tmp_path) as connection:
+        status = admin.answers["Status"]
+        with Sampler(lambda: connection, interval_s=0.01, tree_sort="hits") as sampler:
+            admin.answers["Status"] = Unavailable("gone; start it")
+            while not sampler.trouble:
+                sampler.wait([])
+            assert sampler.error is None
+            admin.answers["Status"] = status
+            while sampler.trouble:
+                sampler.wait([])
+            monkeypatch.setattr(sampling, "RECONNECT_S", 0.0)
+            admin.answers["Status"] = Unavailable("gone; start it")
+            while sampler.error is None:
+                sampler.wait([])
+    assert str(sampler.error) == "gone; start it"
+
+
+def test_a_sort_key_of_the_tree_asks_the_daemon(admin: FakeAdmin, tmp_path: Path) -> None:
+    """The next key to sort the tree by is asked for at once, and q among the keys ends the program."""
+    reader, writer = os.pipe()
+    with (
+        served(admin, tmp_path) as connection,
+        Sampler(lambda: connection, interval_s=9.0, tree_sort="hits") as sampler,
+    ):
+        os.write(writer, b"3s")
+        assert pressed(View(), sampler, reader)
+        while not any(isinstance(asked, pb.TreeRequest) and asked.sort == "tokens" for _, asked, _ in admin.asked):
+            sampler.wait([])
+        os.write(writer, b"1q")
+        assert not pressed(View(), sampler, reader)
+    os.close(reader)
+    os.close(writer)

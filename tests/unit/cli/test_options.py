@@ -13,7 +13,17 @@ from tierd.cli.admin import Connection
 from tierd.cli.ctl import cli
 
 Run = Callable[..., Result]
-LISTING = ["status", "tiers", "blocks", "sessions", "namespaces", "engines", "wear", "ceiling"]
+LISTING = ["status", "tiers", "blocks", "tree", "sessions", "namespaces", "engines", "wear", "ceiling"]
+WRONG = {
+    "--foo": "tierctl: no such option '--foo'; see `tierctl --help`",
+    "nothing": "tierctl: no such command 'nothing'; see `tierctl --help`",
+    "record nothing": "tierctl: no such command 'nothing'; see `tierctl record --help`",
+    "inspect": "tierctl: missing argument 'HASH'; see `tierctl inspect --help`",
+    "tree --limit 5000": (
+        "tierctl: invalid value for '--limit': 5000 is not in the range 1<=x<=4096; see `tierctl tree --help`"
+    ),
+    "tree --under xyz": "tierctl: hash: 'xyz' is not 1 to 64 hexadecimal digits; `tierctl blocks` lists hashes",
+}
 
 
 @pytest.mark.parametrize(
@@ -22,6 +32,13 @@ LISTING = ["status", "tiers", "blocks", "sessions", "namespaces", "engines", "we
 def test_json_may_stand_before_the_verb(run: Run, arguments: tuple[str, ...]) -> None:
     """--json means the same before a verb, before a subverb, and after them."""
     assert isinstance(json.loads(run(*arguments).stdout), dict)
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_command_line_is_one_line(run: Run, words: str) -> None:
+    """A wrong command line ends with exit code 2 and one line: the fault, and where to look."""
+    result = run(*words.split())
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", WRONG[words] + "\n")
 
 
 @pytest.mark.parametrize("arguments", [("--target", "/x", "status"), ("status", "--target", "/x")], ids=" ".join)

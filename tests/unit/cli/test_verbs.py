@@ -102,16 +102,16 @@ def test_the_hit_ratio_is_shown(run: Run, admin: FakeAdmin, arguments: tuple[str
 
 def test_a_tree_in_a_pipe_is_indented_and_says_that_it_is_cut(run: Run, admin: FakeAdmin) -> None:
     """Each run is indented below the run that it follows, and the last line counts what is not shown."""
-    lines = run(
-        "tree", "--under", "0x00FF", "--limit", "4", "--depth", "2", "--model", "llama-3-8b"
-    ).stdout.splitlines()
+    lines = run("tree", "--limit", "4", "--depth", "2", "--model", "llama-3-8b").stdout.splitlines()
     assert [line[: len(line) - len(line.lstrip())] for line in lines[1:7]] == ["", "  ", "    ", "    ", "", "  "]
     assert "0303030303030303 " not in lines[6] and "030303030303 (first 4 evicted)" in lines[6]
     assert lines[2].split()[-5:] == ["1", "host.0", "4,", "nvme.0", "2"]
-    assert lines[-1].startswith("19 blocks, 304 tokens, 96 of them shared by several sequences; 4 of 5 runs are shown")
+    sums = "19 blocks, 304 tokens, 96 of them shared by several sequences; 1 blocks follow evicted ones: "
+    assert lines[-1].startswith(f"{sums}of use to layers with windows only; 4 of 5 runs are shown: ")
     asked = admin.last
-    assert (asked.root, asked.limit, asked.depth, asked.model) == ("00ff", 4, 2, "llama-3-8b")
+    assert (asked.root, asked.limit, asked.depth, asked.model) == ("", 4, 2, "llama-3-8b")
     assert (asked.sort, asked.has_namespace) == ("hits", False)
+    assert "evicted)" not in run("tree", "--under", "0x00FF").stdout and admin.last.root == "00ff"
     answer = admin.answers["Tree"]
     assert isinstance(answer, pb.TreeReply)
     answer.Clear()

@@ -14,6 +14,7 @@ from tierd.core.prefix_tree import (
     SORTS,
     Runs,
     Seen,
+    blocks_cut_off,
     chosen,
     listed,
     reuse_by_depth,
@@ -40,13 +41,14 @@ class Block:
 
 @st.composite
 def caches(draw: st.DrawFn) -> list[Block]:
-    """Blocks of random trees: some ids are missing, some parents are evicted or of another namespace."""
+    """Blocks of random trees. Some parents are evicted, or their ids stand for other blocks."""
     out: list[Block] = []
-    for number in range(draw(st.integers(0, 24))):
+    for number in range(draw(st.sampled_from([0, 1, 3, 12, 30, 30]))):
         above = draw(st.one_of(st.none(), st.sampled_from(out))) if out else None
-        parent = -1 if above is None else draw(st.sampled_from([above.id, above.id, above.id, above.id + 1]))
+        wrong = [2 * number + 1, 2 * draw(st.integers(0, 29))]  # evicted; another block has the id by now
+        parent = -1 if above is None else draw(st.sampled_from([above.id] * 6 + wrong))
         position = draw(st.integers(0, 3)) if above is None else above.position + 1
-        namespace = draw(st.sampled_from([1, 1, 1, 2])) if above is None else above.namespace
+        namespace = draw(st.sampled_from([1, 1, 1, 2])) if above is None or parent != above.id else above.namespace
         small = [draw(st.integers(0, 3)) for _ in range(3)]
         out.append(Block(2 * number, parent, namespace, position, small[0], small[1], min(small[2], TIERS - 1)))
     return out
@@ -120,11 +122,13 @@ def test_runs_are_those_of_the_tree(blocks: list[Block], sort: str) -> None:
     runs = runs_of(seen_of(blocks))
     rows = chosen(runs, sort=sort, limit=MOST, depth=MOST)
     wanted: dict[int, tuple[object, ...]] = {}
-    for root in grown(blocks):
+    roots = grown(blocks)
+    for root in roots:
         wanted |= facts_of(root)
     assert told(runs, rows) == wanted
     nodes = listed(runs, rows, tiers=TIERS)
     assert (nodes["parent"] < np.arange(len(nodes))).all()
+    assert blocks_cut_off(runs) == sum(len(below(root)) for root in roots if root.position)
     assert shared_tokens(runs) == TOKENS * sum(row[3] for row in wanted.values() if row[6])  # type: ignore[misc]
 
 
@@ -166,7 +170,7 @@ def test_depths_count_every_block(blocks: list[Block]) -> None:
 
 @pytest.mark.parametrize("shape", ["chain", "comb"])
 def test_deep_trees_take_few_rounds(shape: str) -> None:
-    """A sequence of 65,536 blocks, and one with a branch at each block, are summed without a step for each."""
+    """65,536 blocks in a row, without a branch or with one at each, are summed by few steps."""
     ids = np.arange(1 << 16)
     parents = ids - 1 if shape == "chain" else np.where(ids % 2 == 0, ids - 2, ids - 1)
     positions = ids if shape == "chain" else (ids + 1) // 2

@@ -79,18 +79,19 @@ def share_of(hit: int, asked: int) -> str:
 
 
 def wear_text(store: pb.StoreWear) -> str:
-    """What a store has written today, and what its budget has left."""
+    """`812 GiB today, 101 GiB left`: written by a store, and left of its budget."""
     left = f", {human_bytes(max(0.0, store.budget_left_bytes))} left" if store.has_budget else ""
     return f"{human_bytes(store.written_today_bytes)} today{left}"
 
 
 def ceiling_facts(ceiling: pb.CeilingReply) -> list[tuple[str, Cell]]:
     """The expected hit ratios by memory, of the hour or the window nearest to it."""
-    windows = [window for window in ceiling.windows if window.tokens]
+    windows = [window for window in ceiling.windows if window.points]
     if ceiling.trouble or not windows:
         return []
     window = min(windows, key=lambda one: abs(one.seconds - CEILING_S))
-    return [(human_bytes(point.bytes), human_share(point.hit_share, 1)) for point in window.points]
+    shares_of = [(human_bytes(one.bytes) if one.bytes else "no limit", one.hit_share) for one in window.points]
+    return [(memory, human_share(share, 1)) for memory, share in shares_of]
 
 
 def fitted(name: str, pairs: Sequence[tuple[str, Cell]], *, width: int) -> Text:
@@ -125,15 +126,17 @@ def pane_lines(console: Console, change: Change, rare: Rare, view: View, *, room
 
 
 def shares(wanted: Sequence[int], *, focus: int, room: int) -> list[int]:
-    """The lines of each pane, together at most `room`: two thirds for the focused one if it wants
-    them, a few for each other, then what the focused one wants, then equally many for the others."""
+    """The lines of each pane, together at most `room`.
+
+    The focused one gets two thirds if it wants them, and each other a few. The rest goes to the
+    focused one up to its wish, then equally to the others."""
     given, order = [0] * len(wanted), sorted(range(len(wanted)), key=lambda place: place != focus)
     for place in order:
         few = TITLE_LINES + FEW_ROWS if place != focus else max(TITLE_LINES + FEW_ROWS, room * 2 // 3)
         least = min(wanted[place], few, room)
         if least > TITLE_LINES:
             given[place], room = least, room - least
-    more = min(wanted[focus] - given[focus], room)
+    more = min(wanted[focus] - given[focus], room) if given[focus] else 0
     given[focus], room = given[focus] + more, room - more
     while wishing := [place for place in order if 0 < given[place] < wanted[place]]:
         for place in wishing[:room]:

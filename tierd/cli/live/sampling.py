@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import Connection
 from tierd.cli.hits import Hits, hits_of
+from tierd.cli.models import Models
 from tierd.errors import TierdError
 
 CALL_S = 5.0
@@ -127,8 +128,8 @@ class Sampler:
             thread.join(CALL_S)
 
     def wait(self, fds: Sequence[int]) -> bool:
-        """Returns after a new answer, or when one of the descriptors can be read: then True."""
-        ready = select.select([self._reader, *fds], [], [])[0]
+        """Returns after a new answer, after CALL_S, or when a descriptor can be read: then True."""
+        ready = select.select([self._reader, *fds], [], [], CALL_S)[0]
         if self._reader in ready:
             os.read(self._reader, 1 << 12)
         return any(fd in ready for fd in fds)
@@ -183,7 +184,11 @@ class Sampler:
             if now >= wear_s:
                 wear_s = time.monotonic() + WEAR_EVERY_S
             ceiling = self._asked(pb.CeilingRequest(), pb.CeilingReply())
-            self.rare = Rare(wear, tree, ceiling, self._asked(pb.NamespacesRequest(), rare.namespaces))
+            known = Models(rare.namespaces.namespaces)
+            are_new = any(node.namespace not in known for node in tree.nodes)  # the daemon counts all blocks for them
+            self.rare = Rare(
+                wear, tree, ceiling, self._asked(pb.NamespacesRequest(), rare.namespaces, when=is_due and are_new)
+            )
             self._wake()
             self._hurried.wait(RARE_EVERY_S)
 

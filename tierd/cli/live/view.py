@@ -1,4 +1,4 @@
-"""What the keys of `tierctl top` have set: focus, sort keys, filters, scrolling. It draws nothing."""
+"""State that the keys of `tierctl top` set: focus, sort keys, filters, scrolling. It draws nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ more memory     expected hit ratio of the last hour with so much memory and disk
 
 @dataclass(slots=True)
 class View:
-    """What the keys have set. sorts: an index into PANE_SORTS. is_typing: of the focused filter."""
+    """State that keys set. sorts: indices into PANE_SORTS. is_typing: keys go to the focused filter."""
 
     focus: int = 0
     sorts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PANES, 0))

@@ -20,7 +20,18 @@ from tierd.cache.cache import Cache
 from tierd.cache.operator import Operator
 from tierd.core.formats.model import StructArray
 from tierd.core.plan import Bytes, Ids
-from tierd.core.prefix_tree import NODE, SORTS, Column, Seen, chosen, listed, reuse_by_depth, runs_of, shared_tokens
+from tierd.core.prefix_tree import (
+    NODE,
+    SORTS,
+    Column,
+    Seen,
+    blocks_cut_off,
+    chosen,
+    listed,
+    reuse_by_depth,
+    runs_of,
+    shared_tokens,
+)
 from tierd.errors import InvalidArgument, NotFound
 
 LIMIT, LIMIT_MOST = 200, 4096
@@ -108,6 +119,7 @@ class Trees:
     ) -> tuple[pb.TreeReply, StructArray]:
         """The reply without nodes, and the nodes. Raises NotFound if no piece has the block `under`."""
         seen = Seen(*(np.concatenate([getattr(piece, field.name) for piece in pieces]) for field in fields(Seen)))
+        pieces.clear()  # frees their memory
         if under is not None and under not in seen.id:
             raise NotFound(f"block {request.root}: not in these namespaces, or evicted meanwhile; see `tierctl blocks`")
         limit, depth = min(request.limit or LIMIT, LIMIT_MOST), request.depth or DEPTH
@@ -119,6 +131,7 @@ class Trees:
             tokens=int(runs.seen.tokens.sum()),
             tokens_shared=shared_tokens(runs),
             runs=len(runs.first),
+            blocks_cut_off=0 if request.root else blocks_cut_off(runs),
             is_cut=len(rows) < len(runs.first),
             depths=depths,
         )
