@@ -70,6 +70,7 @@ ROWS = {
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},
     "recording": {"record_acquire_32", "record_acquire_256"},
+    "page": {"page_gets"},
 }
 SHORT = ("data_plane", "one_block")
 """`make test` runs these. Every other suite takes some seconds even at its tiny size."""

@@ -1,8 +1,8 @@
 """The answers of /page.json, made on the event loop: one a second at most, for all readers.
 
-An answer has the present state, the samples that the reader lacks, and the latest walk. It names no
-tenant, session, model, request or token, because every process of the machine may read it. Hashes
-are cut to 12 digits.
+An answer has the present state, the samples that the reader lacks, and the latest walk. Every
+process of the machine may read it. So it has no tenant, session name, model, request id, token or
+hash: who guesses a prompt of another tenant could compare its hash.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = structlog.get_logger(__name__)
 FRESH_S = 1.0
 SESSIONS_SHOWN = 20
 DECISIONS_SHOWN = 20
-DIGITS = 12
-"""Of a hash that are shown."""
+HIDDEN_CAUSES = {"other_tenant": "never_stored"}
+"""A cause that would tell one tenant what another has -> the cause that the tenant sees."""
 VERB_S = 1.0
 """Time for the decisions and for the ceiling; a section without an answer is left out."""
 
@@ -189,9 +189,8 @@ def _decisions(reply: pb.ExplainReply | None) -> list[dict[str, Any]] | None:
             "missed": each.tokens_missed,
             "tiers": dict(each.tier_tokens),
             "waited_s": round(each.waited_s, 4),
-            "cause": each.cause.cause,
+            "cause": HIDDEN_CAUSES.get(each.cause.cause, each.cause.cause),
             "tier": each.cause.tier,
-            "hash": each.cause.hash.hex()[:DIGITS],
         }
         for each in reply.requests
     ]
