@@ -404,14 +404,15 @@ function drawDepths() {
 
 function drawCeiling() {
   const ceiling = seen.answer.ceiling, windows = ceiling ? ceiling.windows.filter(one => one.points.length && one.tokens) : [];
-  const longest = windows.at(-1), x = longest ? longest.points.map(([factor]) => Math.log2(factor)) : [];
-  const at = (one, wanted) => one.points.find(([times]) => times === wanted)?.[2];
-  const told = one => `${percent(at(one, 1))}; twice: ${percent(at(one, 2))}`;
+  const limited = one => one.points.filter(([times]) => times);
+  const points = windows.length ? limited(windows.at(-1)) : [], x = points.map(([times]) => Math.log2(times));
+  const at = (one, wanted) => percent(one.points.find(([times]) => times === wanted)?.[2]);
+  const told = one => `${at(one, 1)}; with twice ${at(one, 2)}; without a limit ${at(one, 0)}`;
   const factor = one => one < 1 ? `1/${Math.round(1 / one)}` : String(+one.toPrecision(3));
   charts.ceiling.draw({
     kind: "line", dots: true, most: 1, text: value => `${Math.round(100 * value)} %`, range: [Math.min(...x), Math.max(...x)], x,
-    ticks: x.map((place, i) => [place, `${factor(longest.points[i][0])} ×`]), title: i => `${factor(longest.points[i][0])} × today's: ${bytes(longest.points[i][1])}`,
-    series: windows.map((one, i) => ({ name: `over ${time(one.seconds)}`, now: told(one), colour: "var(--ink)", dash: ["2 3", "6 3", ""][3 - windows.length + i], values: one.points.map(point => point[2]) })),
+    ticks: x.map((place, i) => [place, `${factor(points[i][0])} ×`]), title: i => `${factor(points[i][0])} × today's: ${bytes(points[i][1])}`,
+    series: windows.map((one, i) => ({ name: `over ${time(one.seconds)}`, now: told(one), colour: "var(--ink)", dash: ["2 3", "6 3", ""][3 - windows.length + i], values: limited(one).map(point => point[2]) })),
     empty: !ceiling ? "The ceiling is not recorded." : ceiling.trouble || (windows.length ? "" : "No tokens asked for yet."),
   });
 }
@@ -469,7 +470,7 @@ function drawDecisions() {
   if (!found.length) return empty(host, "No misses yet.");
   const head = [["ago"], ["call", "text spare"], ["missed"], ["of tokens"], ["why", "text"], ["tier", "text spare"]];
   host.replaceChildren(table(head, found.map(one => [time(one.ago_s), one.kind, count(one.missed), count(one.asked), one.cause.replaceAll("_", " "), one.tier || "–"])),
-    make("p", {}, make("code", {}, "tierctl explain --last 20"), " tells more."));
+    make("p", {}, make("code", {}, "tierctl explain --last"), " tells more."));
 }
 
 function drawSessions() {
