@@ -352,8 +352,9 @@ function overTime(more) {
   const first = Math.max(now - seen.seconds, Math.min(x[0] ?? now, now - 60));
   const from = x.findIndex(at => at >= first), keep = list => list.slice(Math.max(0, from - 1));
   const step = [10, 30, 60, 120, 300, 900].find(step => (now - first) / step <= 5) || 900;
+  const name = ago => step < 60 ? `${ago} s` : ago < 3600 ? `${ago / 60} min` : `${ago / 3600} h`;
   const ticks = [];
-  for (let ago = Math.floor((now - first) / step) * step; ago > 0; ago -= step) ticks.push([now - ago, `−${time(ago)}`]);
+  for (let ago = Math.floor((now - first) / step) * step; ago > 0; ago -= step) ticks.push([now - ago, `−${name(ago)}`]);
   const shown = keep(x).map(at => Math.max(at, first));
   return {
     kind: "line", range: [first, now], gap: 4 * seen.answer.interval_s, x: shown, ticks: [...ticks, [now, "now"]],
@@ -403,7 +404,8 @@ function drawDepths() {
 }
 
 function drawCeiling() {
-  const ceiling = seen.answer.ceiling, windows = ceiling ? ceiling.windows.filter(one => one.points.length && one.tokens) : [];
+  const ceiling = seen.answer.ceiling, all = ceiling ? ceiling.windows.filter(one => one.points.length && one.tokens) : [];
+  const windows = all.filter((one, i) => !i || one.covered_s > all[i - 1].seconds);  // a young daemon's are equal
   const limited = one => one.points.filter(([times]) => times);
   const points = windows.length ? limited(windows.at(-1)) : [], x = points.map(([times]) => Math.log2(times));
   const at = (one, wanted) => percent(one.points.find(([times]) => times === wanted)?.[2]);
@@ -412,7 +414,7 @@ function drawCeiling() {
   charts.ceiling.draw({
     kind: "line", dots: true, most: 1, text: value => `${Math.round(100 * value)} %`, range: [Math.min(...x), Math.max(...x)], x,
     ticks: x.map((place, i) => [place, `${factor(points[i][0])} ×`]), title: i => `${factor(points[i][0])} × today's: ${bytes(points[i][1])}`,
-    series: windows.map((one, i) => ({ name: `over ${time(one.seconds)}`, now: told(one), colour: "var(--ink)", dash: ["2 3", "6 3", ""][3 - windows.length + i], values: limited(one).map(point => point[2]) })),
+    series: windows.map((one, i) => ({ name: `over ${time(Math.min(one.seconds, one.covered_s))}`, now: told(one), colour: "var(--ink)", dash: ["2 3", "6 3", ""][3 - windows.length + i], values: limited(one).map(point => point[2]) })),
     empty: !ceiling ? "The ceiling is not recorded." : ceiling.trouble || (windows.length ? "" : "No tokens asked for yet."),
   });
 }
@@ -470,7 +472,7 @@ function drawDecisions() {
   if (!found.length) return empty(host, "No misses yet.");
   const head = [["ago"], ["call", "text spare"], ["missed"], ["of tokens"], ["why", "text"], ["tier", "text spare"]];
   host.replaceChildren(table(head, found.map(one => [time(one.ago_s), one.kind, count(one.missed), count(one.asked), one.cause.replaceAll("_", " "), one.tier || "–"])),
-    make("p", {}, make("code", {}, "tierctl explain --last"), " tells more."));
+    make("p", {}, make("code", {}, "tierctl explain --misses"), " tells more."));
 }
 
 function drawSessions() {
