@@ -103,8 +103,8 @@ class ServerConfig:
     metrics_listen: str = key("", "host:port of /metrics for Prometheus; loopback only. Empty: off.", unit="address")
     page: bool = key(
         False,
-        "Serve a web page of the daemon at / of metrics_listen. It shows every local process hits, misses and use of the "
-        "tiers, the first digits of hashes, and engines without tenants, names, models or tokens.",
+        "Serve a web page of the daemon at / of metrics_listen. It shows every local process hits, misses, the tiers, and "
+        "the engines of sessions, without tenants, names, models, hashes or tokens.",
     )
     log_format: Literal["console", "json"] = key("console", "Log lines as text, or one JSON object a line.")
     log_level: Literal["debug", "info", "warning", "error"] = key("info", "The lowest level that is logged.", live=True)

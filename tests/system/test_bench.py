@@ -67,6 +67,7 @@ ROWS = {
     "prefetch": {"prefetch_staged_synthetic", "prefetch_wasted_synthetic"},
     "far": {"far_step_4K", *(("far_text_hits", "far_text_mass") if (TEXT / "model.safetensors").exists() else ())},
     "clients": {"clients_4", "lookups_4"},  # the full size adds sixteen and sixty-four
+    "page": {"page_gets"},
     "idle": {"idle_cpu", "idle_memory"},
     "daemon_start": {"daemon_start_100k"},
     "recording": {"record_acquire_32", "record_acquire_256"},

@@ -115,6 +115,7 @@ def test_unknown_key_names_its_neighbour(section: str, data: st.DataObject) -> N
         ('[server]\nmetrics_listen = "::1"', ["server.metrics_listen", "::1", "[::1]:9440"]),
         ('[server]\ntcp_listen = "127.0.0.1:7000"', ["server.tcp_credential_file", "127.0.0.1:7000"]),
         ('[server]\nmetrics_listen = "10.0.0.1:9440"', ["server.metrics_listen", "10.0.0.1", "loopback"]),
+        ("[server]\npage = true", ["server.page", "true", "metrics_listen", "127.0.0.1:9440"]),
         ('[events]\nbind = "127.0.0.1:5557"', ["events.bind", "127.0.0.1:5557", "tcp://127.0.0.1:5557"]),
         ('[telemetry]\notlp_endpoint = "127.0.0.1:4317"', ["telemetry.otlp_endpoint", "http://127.0.0.1:4317"]),
         ('[events]\nbind = ""', ["events.bind", "tcp://"]),

@@ -28,7 +28,8 @@ function time(seconds) {
   if (seconds < 60) return `${Math.round(seconds)} s`;
   const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
   if (minutes < 60) return `${minutes} min`;
-  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  const [whole, rest, large, small] = hours < 48 ? [hours, minutes % 60, "h", "min"] : [Math.floor(hours / 24), hours % 24, "d", "h"];
+  return `${whole} ${large}` + (rest ? ` ${rest} ${small}` : "");
 }
 
 // -- elements; text is never parsed as HTML
@@ -80,7 +81,7 @@ const MARGIN = { left: 62, right: 12, top: 8, bottom: 22 };
 
 function niceStep(most, base) {
   const unit = base ** Math.floor(Math.log(Math.max(most, 1e-9)) / Math.log(base));
-  const steps = base === 1024 ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1024] : [1, 2, 5, 10];
+  const steps = base === 1024 ? [1, 2, 4, 8, 16, 32, 64, 128, 256, 512] : [1, 2, 5];
   return unit * (steps.find(step => step * unit * 4 >= most) || base);
 }
 
@@ -181,9 +182,9 @@ class Chart {
   legend() {
     const { series, kind, text } = this.spec;
     if (kind === "bars") return "";
-    const last = values => values.at(-1);
+    const last = values => Number.isFinite(values.at(-1)) ? text(values.at(-1)) : "–";
     return make("ul", { class: "legend" }, ...series.map(one =>
-      make("li", {}, key(one.colour, one.dash ? "dashed" : ""), one.name, " ", make("b", {}, Number.isFinite(last(one.values)) ? text(last(one.values)) : "–"))));
+      make("li", {}, key(one.colour, one.dash ? "dashed" : ""), one.name, " ", make("b", {}, one.now || last(one.values)))));
   }
 
   words() {
@@ -259,7 +260,7 @@ class PageMap {
     const total = cells.pages.length, width = Math.max(200, this.body.clientWidth);
     const most = Math.max(1, Math.round(width / Math.max(6.5, Math.sqrt(width * 190 / total))));
     const left = columns => Math.ceil(total / columns) * columns - total;
-    this.columns = Array.from({ length: Math.min(most, 9) }, (_, less) => most - less).reduce((best, one) => left(one) < left(best) ? one : best);
+    this.columns = Array.from({ length: Math.min(most, 5) }, (_, less) => most - less).reduce((best, one) => left(one) < left(best) ? one : best);
     this.size = width / this.columns;
     const height = Math.ceil(total / this.columns) * this.size;
     const paths = ["", "", "", "", "", ""];
@@ -351,8 +352,9 @@ function overTime(more) {
   const first = Math.max(now - seen.seconds, Math.min(x[0] ?? now, now - 60));
   const from = x.findIndex(at => at >= first), keep = list => list.slice(Math.max(0, from - 1));
   const step = [10, 30, 60, 120, 300, 900].find(step => (now - first) / step <= 5) || 900;
+  const name = ago => step < 60 ? `${ago} s` : ago < 3600 ? `${ago / 60} min` : `${ago / 3600} h`;
   const ticks = [];
-  for (let ago = Math.floor((now - first) / step) * step; ago > 0; ago -= step) ticks.push([now - ago, `−${time(ago)}`]);
+  for (let ago = Math.floor((now - first) / step) * step; ago > 0; ago -= step) ticks.push([now - ago, `−${name(ago)}`]);
   const shown = keep(x).map(at => Math.max(at, first));
   return {
     kind: "line", range: [first, now], gap: 4 * seen.answer.interval_s, x: shown, ticks: [...ticks, [now, "now"]],
@@ -402,13 +404,17 @@ function drawDepths() {
 }
 
 function drawCeiling() {
-  const ceiling = seen.answer.ceiling, windows = ceiling ? ceiling.windows.filter(one => one.points.length && one.tokens) : [];
-  const longest = windows.at(-1), x = longest ? longest.points.map(([factor]) => Math.log2(factor)) : [];
+  const ceiling = seen.answer.ceiling, all = ceiling ? ceiling.windows.filter(one => one.points.length && one.tokens) : [];
+  const windows = all.filter((one, i) => !i || one.covered_s > all[i - 1].seconds);  // a young daemon's are equal
+  const limited = one => one.points.filter(([times]) => times);
+  const points = windows.length ? limited(windows.at(-1)) : [], x = points.map(([times]) => Math.log2(times));
+  const at = (one, wanted) => percent(one.points.find(([times]) => times === wanted)?.[2]);
+  const told = one => `${at(one, 1)}; with twice ${at(one, 2)}; without a limit ${at(one, 0)}`;
   const factor = one => one < 1 ? `1/${Math.round(1 / one)}` : String(+one.toPrecision(3));
   charts.ceiling.draw({
     kind: "line", dots: true, most: 1, text: value => `${Math.round(100 * value)} %`, range: [Math.min(...x), Math.max(...x)], x,
-    ticks: x.map((at, i) => [at, `${factor(longest.points[i][0])} ×`]), title: i => `${factor(longest.points[i][0])} × today's: ${bytes(longest.points[i][1])}`,
-    series: windows.map((one, i) => ({ name: `over ${time(one.seconds)}`, colour: "var(--ink)", dash: ["2 3", "6 3", ""][3 - windows.length + i], values: one.points.map(point => point[2]) })),
+    ticks: x.map((place, i) => [place, `${factor(points[i][0])} ×`]), title: i => `${factor(points[i][0])} × today's: ${bytes(points[i][1])}`,
+    series: windows.map((one, i) => ({ name: `over ${time(Math.min(one.seconds, one.covered_s))}`, now: told(one), colour: "var(--ink)", dash: ["2 3", "6 3", ""][3 - windows.length + i], values: limited(one).map(point => point[2]) })),
     empty: !ceiling ? "The ceiling is not recorded." : ceiling.trouble || (windows.length ? "" : "No tokens asked for yet."),
   });
 }
@@ -435,12 +441,12 @@ function drawTiles() {
   const tiles = [
     ["Hit rate, last minute", percent(now), `${percent(hits / (hits + missed))} since start`],
     ["Tokens asked for", Number.isFinite(sum(asked).at(-1)) ? rate(sum(asked).at(-1)) : "–", `${count(hits + missed)} in all`],
-    ["Blocks held", count(latest("blocks")), ""],
+    ["Blocks held", count(latest("blocks")), "in all tiers"],
     ["Leases", grouped(latest("leases")), `${grouped(open)} session${open === 1 ? "" : "s"}`],
     ["Transfers in flight", grouped(latest("transfers")), `${grouped(latest("queued"))} batches queued`],
     ["Processor", Number.isFinite(busy) ? percent(busy) : "–", "of a core"],
   ];
-  byId("tiles").replaceChildren(...tiles.map(([name, value, more]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, more || "\u00a0")))));
+  byId("tiles").replaceChildren(...tiles.map(([name, value, more]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, make("small", {}, more)))));
 }
 
 function drawTiers() {
@@ -464,15 +470,15 @@ function drawDecisions() {
   const host = document.querySelector("#decisions .body"), found = seen.answer.decisions;
   if (!found) return empty(host, "Decisions are not recorded.");
   if (!found.length) return empty(host, "No misses yet.");
-  const head = [["ago"], ["missed"], ["of tokens"], ["why", "text"], ["tier", "text spare"], ["block", "text"]];
-  host.replaceChildren(table(head, found.map(one => [time(one.ago_s), count(one.missed), count(one.asked), one.cause.replaceAll("_", " "), one.tier || "–", make("code", {}, one.hash || "–")])),
-    make("p", {}, "tierctl explain BLOCK tells more."));
+  const head = [["ago"], ["call", "text spare"], ["missed"], ["of tokens"], ["why", "text"], ["tier", "text spare"]];
+  host.replaceChildren(table(head, found.map(one => [time(one.ago_s), one.kind, count(one.missed), count(one.asked), one.cause.replaceAll("_", " "), one.tier || "–"])),
+    make("p", {}, make("code", {}, "tierctl explain --misses"), " tells more."));
 }
 
 function drawSessions() {
   const host = document.querySelector("#sessions .body"), { all, shown } = seen.answer.sessions;
   if (!all) return empty(host, "No client is connected.");
-  const head = [["engine", "text"], ["state", "text"], ["for"], ["leases"], ["pinned"], ["reserved", "spare"]];
+  const head = [["engine", "text"], ["state", "text"], ["age"], ["leases"], ["pinned"], ["reserved", "spare"]];
   const rows = shown.map(one => [one.engine || "client", one.state, time(one.age_s), grouped(one.leases), bytes(one.pinned), bytes(one.reserved)]);
   host.replaceChildren(table(head, rows), ...(all > shown.length ? [make("p", {}, `${grouped(all - shown.length)} more`)] : []));
 }

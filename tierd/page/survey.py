@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierd.cache.cache import Cache
+from tierd.core.formats.block import size_class
 from tierd.core.plan import PagesHeld
 
 SHARE = 0.01
@@ -36,11 +37,11 @@ class Map:
     def __init__(self, cells: int) -> None:
         self.pages, self.bytes, self.hits, self.log_age = (np.zeros(cells) for _ in range(4))
 
-    def add(self, cells: NDArray[np.int64], *, lengths: Sums, hits: Sums, ages: Sums) -> None:
-        """Adds pages; ages in seconds."""
+    def add(self, cells: NDArray[np.int64], *, sizes: Sums, hits: Sums, ages: Sums) -> None:
+        """Adds pages; sizes in bytes, ages in seconds."""
         count = len(self.pages)
         self.pages += np.bincount(cells, minlength=count)
-        self.bytes += np.bincount(cells, lengths, minlength=count)
+        self.bytes += np.bincount(cells, sizes, minlength=count)
         self.hits += np.bincount(cells, hits, minlength=count)
         self.log_age += np.bincount(cells, np.log1p(ages), minlength=count)
 
@@ -115,7 +116,9 @@ class Survey:
         cells = np.minimum(begins * len(made.pages) // spec.capacity_bytes, len(made.pages) - 1)
         hits = core.column("hits", blocks).astype(np.float64)
         ages = np.maximum(0.0, self._cache.clock.now() - core.column("last_used", blocks))
-        made.add(cells, lengths=held.extents["length"].astype(np.float64), hits=hits, ages=ages)
+        lengths, which = np.unique(held.extents["length"], return_inverse=True)
+        sizes = np.array([size_class(int(length)) + spec.slot_overhead_bytes for length in lengths], np.float64)
+        made.add(cells, sizes=sizes[which], hits=hits, ages=ages)
         bits = core.tier_bits(blocks)
         nearest = (bits & (~bits + np.uint64(1))) == np.uint64(1 << tier)  # count a block once
         spaces = np.minimum(core.column("namespace", blocks[nearest]), len(self._block_tokens) - 1)

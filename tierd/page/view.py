@@ -1,8 +1,8 @@
 """The answers of /page.json, made on the event loop: one a second at most, for all readers.
 
-An answer has the present state, the samples that the reader lacks, and the latest walk. It names no
-tenant, session, model, request or token, because every process of the machine may read it. Hashes
-are cut to 12 digits.
+An answer has the present state, the samples that the reader lacks, and the latest walk. Every
+process of the machine may read it. So it has no tenant, session name, model, request id, token or
+hash: who guesses a prompt of another tenant could compare its hash.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,10 +29,12 @@ from tierd.page.survey import Survey
 log = structlog.get_logger(__name__)
 
 FRESH_S = 1.0
+VERBS_FRESH_S = 5.0
+"""Replies of verbs of the Admin service serve for so long: they may take some milliseconds."""
 SESSIONS_SHOWN = 20
-DECISIONS_SHOWN = 20
-DIGITS = 12
-"""Of a hash that are shown."""
+DECISIONS_SHOWN = 12
+HIDDEN_CAUSES = {"other_tenant": "never_stored"}
+"""A cause that would tell one tenant what another has -> the cause that the tenant sees."""
 VERB_S = 1.0
 """Time for the decisions and for the ceiling; a section without an answer is left out."""
 
@@ -72,6 +75,8 @@ class View:
         self.history = History(sources.cache.metrics, tiers=names, started=sources.started)
         self.survey = Survey(sources.cache)
         self._turn, self._state, self._made = asyncio.Lock(), b"", -FRESH_S
+        self._told: dict[str, Any] = {}
+        self._asked = -VERBS_FRESH_S
         self._run = secrets.token_hex(8)
         """Differs in each run of the daemon, unlike its instance."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,6 +121,13 @@ class View:
     async def _describe(self) -> bytes:
         """The part that all readers share, as a JSON object."""
         sources = self._from
+        if time.monotonic() - self._asked >= VERBS_FRESH_S:
+            last = pb.ExplainRequest(last=DECISIONS_SHOWN, misses=True)
+            self._told = {
+                "decisions": _decisions(await self._ask("Explain", last)),
+                "ceiling": _ceiling(await self._ask("Ceiling", pb.CeilingRequest())),
+            }
+            self._asked = time.monotonic()
         described = {
             "version": sources.version,
             "instance": sources.instance,
@@ -128,8 +140,7 @@ class View:
             "tiers": [self._tier(position) for position in range(len(sources.cache.tiers))],
             "notices": sources.notices(),
             "sessions": self._sessions(),
-            "decisions": _decisions(await self._ask("Explain", pb.ExplainRequest(last=DECISIONS_SHOWN, misses=True))),
-            "ceiling": _ceiling(await self._ask("Ceiling", pb.CeilingRequest())),
+            **self._told,
         }
         return json.dumps(described, separators=(",", ":")).encode()
 
@@ -189,16 +200,15 @@ def _decisions(reply: pb.ExplainReply | None) -> list[dict[str, Any]] | None:
             "missed": each.tokens_missed,
             "tiers": dict(each.tier_tokens),
             "waited_s": round(each.waited_s, 4),
-            "cause": each.cause.cause,
+            "cause": HIDDEN_CAUSES.get(each.cause.cause, each.cause.cause),
             "tier": each.cause.tier,
-            "hash": each.cause.hash.hex()[:DIGITS],
         }
         for each in reply.requests
     ]
 
 
 def _ceiling(reply: pb.CeilingReply | None) -> dict[str, Any] | None:
-    """Hit shares by memory, for each window."""
+    """Hit shares by memory, for each window; factor 0: without a limit, which JSON cannot say."""
     if reply is None:
         return None
     windows = [
@@ -207,7 +217,10 @@ def _ceiling(reply: pb.CeilingReply | None) -> dict[str, Any] | None:
             "covered_s": round(window.covered_s),
             "tokens": window.tokens,
             "hit": round(window.hit_share, 4),
-            "points": [[point.factor, point.bytes, round(point.hit_share, 4)] for point in window.points],
+            "points": [
+                [point.factor if math.isfinite(point.factor) else 0, point.bytes, round(point.hit_share, 4)]
+                for point in window.points
+            ],
         }
         for window in reply.windows
     ]

@@ -86,6 +86,7 @@ PROMISES = {
     "lookups_64": _at_least(1.0),
     **{f"ttft_host_{prefix}K": _at_most(1.05) for prefix in (8, 16, 32, 64)},
     **{f"ttft_nvme_{prefix}K": _at_most(1.10) for prefix in (8, 16, 32, 64)},
+    "page_gets": _at_least(0.98),
     "record_acquire_32": _at_least(0.98),
     "record_acquire_256": _at_least(0.98),
     "scrape_gets": _at_least(0.98),
