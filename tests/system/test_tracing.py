@@ -74,6 +74,8 @@ def test_a_trace_goes_from_the_user_to_the_tier(user: tuple[Any, TracerProvider]
         space = client.open_namespace(SPEC)
         with user[0].start_as_current_span("request"):
             client.put(space, TOKENS, BLOCKS, durable=True)
+        with user[0].start_as_current_span("first"):
+            client.acquire(space, space.hash(TOKENS)).release()
         with connect(daemon.target) as operator:
             operator.ask(pb.EvictRequest(tier="host.0"))
         with user[0].start_as_current_span("again"):
@@ -93,9 +95,12 @@ def test_a_trace_goes_from_the_user_to_the_tier(user: tuple[Any, TracerProvider]
     read = collector.one("transfer nvme.0>host.0", of=acquire)
     assert (read.attributes["tierd.blocks"], read.attributes["tierd.ready_blocks"]) == (4, 4)
     assert read.attributes["tierd.bytes"] == 4 * 4096
-    assert len({span.trace for span in collector.spans}) == 2
+    first = collector.one("tierd acquire")
+    checked = collector.one("verify", of=collector.one(f"{CACHE}Acquire", of=first))
+    assert (checked.attributes["tierd.tier"], checked.attributes["tierd.blocks"]) == ("host.0", 4)
+    assert len({span.trace for span in collector.spans}) == 3
     of_daemon = [span for span in collector.spans if span.service == "tierd"]
-    assert {span.trace for span in of_daemon} == {put.trace, get.trace}
+    assert {span.trace for span in of_daemon} == {put.trace, first.trace, get.trace}
     assert_private(collector, hashes)
     for trace_id in (put.trace, get.trace):
         assert re.search(rf'tierd_call_seconds_bucket.* # {{trace_id="{trace_id}"}}', text)
