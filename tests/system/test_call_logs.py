@@ -73,8 +73,8 @@ def test_a_line_of_a_call_names_it(daemon: Daemon) -> None:
 
 
 def test_nothing_of_a_prompt_is_logged_or_measured(daemon: Daemon, port: int) -> None:
-    """Under puts, gets, lookups, failures and bad calls at the level debug, neither the log nor the
-    metrics have a token, or more than 16 digits of a hash."""
+    """Neither the log, at the level debug, nor the metrics have a token, or more than 16 digits of
+    a hash. The load has puts, gets, lookups, failures and bad calls."""
     with Client(daemon.target) as client, daemon.faults() as faults:
         space = to_nvme(daemon, client)
         hashes = space.hash(TOKENS)

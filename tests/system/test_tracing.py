@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from tests.system.collector import Collector
+from tests.system.tcp import free_port
 from tierd import tracing
 from tierd._proto import admin_pb2 as pb
 from tierd.cli.admin import connect
@@ -63,16 +66,22 @@ def configured(url: str, server: str = "") -> str:
 
 def test_a_trace_goes_from_the_user_to_the_tier(user: tuple[Any, TracerProvider], collector: Collector) -> None:
     """Spans of the user, the client and the daemon have one trace and the right parents, down to the
-    transfer from NVMe. No span has a token, or more than twelve digits of a hash."""
-    with Daemon(configured(collector.url)) as daemon, Client(daemon.target) as client:
+    transfer from NVMe. No span has a token, or more than twelve digits of a hash. The
+    metrics have the traces as exemplars."""
+    port = free_port()
+    server = f"metrics_listen = '127.0.0.1:{port}'"
+    with Daemon(configured(collector.url, server)) as daemon, Client(daemon.target) as client:
         space = client.open_namespace(SPEC)
         with user[0].start_as_current_span("request"):
             client.put(space, TOKENS, BLOCKS, durable=True)
+        with user[0].start_as_current_span("first"):
+            client.acquire(space, space.hash(TOKENS)).release()
         with connect(daemon.target) as operator:
             operator.ask(pb.EvictRequest(tier="host.0"))
         with user[0].start_as_current_span("again"):
             assert client.get(space, TOKENS).tokens == 64
         assert client.get(space, TOKENS).tokens == 64  # in no trace
+        text = scraped(port)
         hashes = [bytes(name).hex() for name in space.hash(TOKENS)]
     put, get = collector.one("tierd put"), collector.one("tierd get")
     assert (put.parent, get.parent) == (collector.one("request").id, collector.one("again").id)
@@ -86,15 +95,29 @@ def test_a_trace_goes_from_the_user_to_the_tier(user: tuple[Any, TracerProvider]
     read = collector.one("transfer nvme.0>host.0", of=acquire)
     assert (read.attributes["tierd.blocks"], read.attributes["tierd.ready_blocks"]) == (4, 4)
     assert read.attributes["tierd.bytes"] == 4 * 4096
-    assert len({span.trace for span in collector.spans}) == 2
+    first = collector.one("tierd acquire")
+    checked = collector.one("verify", of=collector.one(f"{CACHE}Acquire", of=first))
+    assert (checked.attributes["tierd.tier"], checked.attributes["tierd.blocks"]) == ("host.0", 4)
+    assert len({span.trace for span in collector.spans}) == 3
     of_daemon = [span for span in collector.spans if span.service == "tierd"]
-    assert {span.trace for span in of_daemon} == {put.trace, get.trace}
+    assert {span.trace for span in of_daemon} == {put.trace, first.trace, get.trace}
     assert_private(collector, hashes)
+    for trace_id in (put.trace, get.trace):
+        assert re.search(rf'tierd_call_seconds_bucket.* # {{trace_id="{trace_id}"}}', text)
+
+
+def scraped(port: int) -> str:
+    """The daemon's metrics in the format that has exemplars."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics", headers={"Accept": "application/openmetrics-text"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return str(reply.read().decode())
 
 
 def assert_private(collector: Collector, hashes: list[str]) -> None:
     """No token and no hash is in any message."""
-    text = collector.raw.decode("latin-1")
+    text = collector.raw.decode("latin-1") + str([span.attributes for span in collector.spans])
     assert [token for token in TOKENS if str(token) in text] == []
     assert [name for name in hashes if name[:13] in text or bytes.fromhex(name)[:8] in collector.raw] == []
 
@@ -106,9 +129,7 @@ def test_asyncio_and_grpc_carry_the_trace(
     secret = tmp_path / "secret"
     secret.write_text("a-credential-of-enough-characters\n")
     secret.chmod(0o600)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     server = f"tcp_listen = '{address}'\ntcp_credential_file = '{secret}'"
 
     async def both(local: str) -> None:
@@ -169,3 +190,4 @@ def test_a_collector_that_does_not_answer_slows_nothing(user: tuple[Any, TracerP
                     assert not client.acquire(space, hashes, timeout_s=10.0).tokens
             assert daemon.stop() == 0
             assert daemon.log.count("spans not exported") == 1
+            assert "opentelemetry" not in daemon.log, "a line for each dropped span would slow calls"
