@@ -49,6 +49,7 @@ LONGEST_FIRST = (
     "system/test_worker_pages.py",
     "system/test_scrub.py",
     "system/test_image.py",
+    "system/test_install.py",
 )
 """Files that take a minute or more of a night. If one begins late, a core idles at the run's end."""
 SLOW_STEPS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)

@@ -43,6 +43,25 @@ def test_sandbox_is_tight(parts: list[Path], tmp_path: Path) -> None:
     assert float(level[1]) <= 2.0
 
 
+@pytest.mark.parametrize("drop_in", [None, GPU, PLACES], ids=["unit", "with GPUs", "with places"])
+def test_systemd_understands_every_line(drop_in: Path | None, tmp_path: Path) -> None:
+    """systemd reads the unit, and each drop-in, without a complaint about a key or a value."""
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("no systemd-analyze here")
+    unit = tmp_path / UNIT.name  # systemd also asks whether the program exists
+    unit.write_text(
+        re.sub(r"^ExecStart=\S+", f"ExecStart={shutil.which('true')}", UNIT.read_text(), flags=re.MULTILINE)
+    )
+    if drop_in:
+        (tmp_path / f"{UNIT.name}.d").mkdir()
+        shutil.copy(drop_in, tmp_path / f"{UNIT.name}.d")
+    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unrecognized option" in done.stderr:
+        pytest.skip("systemd before 250 verifies other units too")
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
 def test_a_gpu_can_be_reached_with_the_drop_in_alone(service: dict[str, str]) -> None:
     """The unit hides devices; the drop-in opens NVIDIA's, lets memory be pinned, and no more."""
     parser = configparser.ConfigParser(strict=False, interpolation=None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from tierd.units import parse_bytes
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 OBJECTS = sorted(path for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml")
-OVERLAYS = ("huge-pages", "nvme")
+COMPONENTS = {"huge-pages": "/mnt/tierd", "nvme": "/mnt/nvme0/tierd"}
+"""Component -> the path that it mounts."""
 
 
 def read(path: Path) -> Any:
@@ -35,22 +39,34 @@ def test_objects_are_valid(path: Path) -> None:
 
 
 def test_kustomization_names_files_that_exist() -> None:
-    """Resources and files of the base exist, and each overlay builds on it."""
+    """Resources and files of the kustomization exist."""
     base = read(FOLDER / "kustomization.yaml")
-    files = [*base["resources"], *base["configMapGenerator"][0]["files"]]
-    assert all((FOLDER / name).is_file() for name in files)
-    assert all(read(FOLDER / overlay / "kustomization.yaml")["resources"] == [".."] for overlay in OVERLAYS)
+    assert all((FOLDER / name).is_file() for name in [*base["resources"], *base["configMapGenerator"][0]["files"]])
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_overlays_mount_what_they_add(overlay: str, pod: dict[str, Any]) -> None:
-    """Each patch adds to a list that exists, and its volume has a mount."""
-    (patch,) = read(FOLDER / overlay / "kustomization.yaml")["patches"]
-    assert patch["target"] == {"kind": "DaemonSet", "name": read(FOLDER / "daemonset.yaml")["metadata"]["name"]}
-    volume, mount = yaml.safe_load(patch["patch"])
-    assert volume["path"] == "/spec/template/spec/volumes/-" and pod["volumes"]
-    assert mount["path"] == "/spec/template/spec/containers/0/volumeMounts/-" and pod["containers"][0]["volumeMounts"]
-    assert volume["value"]["name"] == mount["value"]["name"]
+@pytest.mark.parametrize("chosen", [(), ("huge-pages",), ("nvme",), ("huge-pages", "nvme")], ids=str)
+def test_kubectl_joins_them(chosen: tuple[str, ...], tmp_path: Path) -> None:
+    """`kubectl kustomize` accepts each choice of components. The joined objects are valid, and the daemon
+    mounts the settings and each component's path."""
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl is not installed")
+    folder = Path(shutil.copytree(FOLDER, tmp_path / "kubernetes"))
+    text = (folder / "kustomization.yaml").read_text()
+    assert "components: []" in text
+    (folder / "kustomization.yaml").write_text(text.replace("components: []", f"components: {json.dumps(chosen)}"))
+    made = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    objects = {each["kind"]: each for each in yaml.safe_load_all(made.stdout)}
+    assert objects.keys() == {"Namespace", "ConfigMap", "DaemonSet"}
+    for each in objects.values():
+        validate.validate(each, validate.latest_version(), strict=True)
+    joined = objects["DaemonSet"]["spec"]["template"]["spec"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in joined["containers"][0]["volumeMounts"]}
+    assert mounts.keys() <= {volume["name"] for volume in joined["volumes"]}
+    assert {COMPONENTS[name] for name in chosen} == set(COMPONENTS.values()) & set(mounts.values())
+    settings = [volume["configMap"]["name"] for volume in joined["volumes"] if "configMap" in volume]
+    assert settings == [objects["ConfigMap"]["metadata"]["name"]]
 
 
 def test_the_daemon_finds_its_directories(pod: dict[str, Any]) -> None:

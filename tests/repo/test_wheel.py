@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -167,6 +168,17 @@ def test_nvcc_makes_the_kernels_of_a_unit(tmp_path: Path, monkeypatch: pytest.Mo
         assert f".entry {kernel}(".encode() in objects[f"ptx{PTX}"]
     assert objects[f"ptx{PTX}"].count(b".maxntid 128") == len(kernels_of(Unit("merge")))
     assert int.from_bytes((tmp_path / "merge.fatbin").read_bytes()[:4], "little") == MAGIC
+
+
+def test_an_sdist_has_every_tracked_file(tmp_path: Path) -> None:
+    """An sdist holds the whole repository: it builds, and its tests run, as in a checkout."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=90)
+    (made,) = tmp_path.iterdir()
+    with tarfile.open(made) as held:
+        names = {name.partition("/")[2] for name in held.getnames()}
+    assert set(tracked_files()) <= names
+    assert not [name for name in names if name.endswith((".so", ".fatbin", ".pyc"))]
 
 
 def context_of(containerfile: Path, into: Path) -> None:

@@ -23,12 +23,13 @@ from tierd.cli.options import shared
 from tierd.cli.progress import shown_progress
 from tierd.cli.render import show_json
 from tierd.client import Client
+from tierd.core.formats.block import DTYPE_BYTES
 from tierd.core.formats.model import TierKind
 from tierd.errors import InvalidArgument, NotFound
 from tierd.pictures import checked_plot
 from tierd.ttft.bench import LOADED, Bench, Evict, Setup
 from tierd.ttft.drawing import draw
-from tierd.ttft.machine import DTYPE_BYTES, PRESETS, Machine, Shape
+from tierd.ttft.machine import PRESETS, Machine, Shape
 from tierd.ttft.report import report_of
 from tierd.ttft.timeline import Source
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from tierd.core.formats.block import KVGeometry
+from tierd.core.formats.block import DTYPE_BYTES, KVGeometry
 from tierd.errors import InvalidArgument
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)

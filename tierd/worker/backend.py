@@ -18,7 +18,7 @@ import numpy as np
 from array_api_compat import to_device
 from numpy.typing import NDArray
 
-from tierd.core.formats.block import KVGeometry
+from tierd.core.formats.block import DTYPE_BYTES, KVGeometry
 from tierd.errors import ConfigError, Unsupported
 from tierd.kernels.e4m3 import E4M3
 from tierd.kernels.library import EMULATED, REFERENCE, asked_kernels
@@ -32,8 +32,6 @@ T = TypeVar("T")
 Array = Any
 """A numpy array, a torch tensor or, over memory of a GPU, a GpuArray."""
 
-KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, E4M3: 1}
-"""Precisions of KV, bytes per value."""
 KERNEL_DTYPES = ("float16", "bfloat16", E4M3)
 """Precisions of KV that kernels attend to."""
 
@@ -246,6 +244,6 @@ class _Borrowed:
 
 def page_bytes(geometry: KVGeometry, tokens: int) -> int:
     """Bytes of a block of so many tokens. Raises ConfigError for an unknown dtype."""
-    if geometry.dtype not in KV_BYTES:
-        raise ConfigError(f"kv dtype: {geometry.dtype!r} is none of {sorted(KV_BYTES)}; choose one of them")
-    return geometry.layers * 2 * tokens * geometry.kv_heads * geometry.head_dim * KV_BYTES[geometry.dtype]
+    if geometry.dtype not in DTYPE_BYTES:
+        raise ConfigError(f"kv dtype: {geometry.dtype!r} is none of {sorted(DTYPE_BYTES)}; choose one of them")
+    return geometry.layers * 2 * tokens * geometry.kv_heads * geometry.head_dim * DTYPE_BYTES[geometry.dtype]

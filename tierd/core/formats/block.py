@@ -30,6 +30,8 @@ CLASS_STEPS = 16
 """Size classes in each doubling: at most 1/16 of a page is unused."""
 CODEC = re.compile(r"([a-z0-9][a-z0-9-]{0,63}(@[0-9a-f]{32})?)?")
 """A codec in a namespace: its name and, if it is calibrated, the calibration's hash."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Precisions of KV, bytes per value."""
 
 
 @dataclass(frozen=True, slots=True)
