@@ -69,7 +69,7 @@ def hang_up(daemon: Daemon, config: str, said: str) -> None:
 
 
 def test_changes_hold_until_a_restart(daemon: Daemon) -> None:
-    """Settings change together and are listed; the log tells who changed what; a restart has the file's again."""
+    """Settings change together and are listed; the log has who changed them; a restart ends it."""
     with RawClient(daemon.target) as operator:
         changed = change(operator, {"server.log_level": "error", "host.0.high_watermark": "0.9"})
     assert changed == {"server.log_level": ('"info"', '"error"'), "host.0.high_watermark": ("0.8", "0.9")}
@@ -119,7 +119,7 @@ def _refused(daemon: Daemon) -> str:
 
 
 def test_hang_up_reads_the_file_again(daemon: Daemon) -> None:
-    """SIGHUP takes over the live settings of a changed file and names the others; a bad file changes nothing."""
+    """SIGHUP takes over live settings of the file and names others; a bad file changes nothing."""
     better = CONFIG.replace("session_limit = 8", 'session_limit = 9\nclock = "replay"')
     hang_up(daemon, better.replace("32 MiB", "64 MiB"), "configuration read again")
     assert values(daemon)["server.session_limit"] == "9"
@@ -169,7 +169,7 @@ def test_policies_and_limits_change_under_load(daemon: Daemon) -> None:
 
 
 def test_the_verb_shows_what_it_did(daemon: Daemon) -> None:
-    """`tierctl set` lists settings, shows before and after, checks without changing, and says how long it holds."""
+    """The verb lists settings, shows changes, checks without changing, and names what is wrong."""
 
     def run(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(ctl.cli, ["set", *arguments, "--target", daemon.target], prog_name="tierctl")

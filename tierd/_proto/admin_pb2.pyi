@@ -869,9 +869,11 @@ class LiveSetting(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., default_value: _Optional[str] = ..., allowed: _Optional[str] = ...) -> None: ...
 
 class SetReply(_message.Message):
-    __slots__ = ("changes", "settings")
+    __slots__ = ("changes", "settings", "notes")
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     changes: _containers.RepeatedCompositeFieldContainer[SettingChange]
     settings: _containers.RepeatedCompositeFieldContainer[LiveSetting]
-    def __init__(self, changes: _Optional[_Iterable[_Union[SettingChange, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[LiveSetting, _Mapping]]] = ...) -> None: ...
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, changes: _Optional[_Iterable[_Union[SettingChange, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[LiveSetting, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -28,7 +28,7 @@ def set(ask: Ask, *, settings: tuple[str, ...], is_check: bool) -> None:  # noqa
 
     The daemon checks all of them as at its start, and changes all or none. A change holds until the
     daemon restarts or reads its file again (SIGHUP); write it into the file to keep it. The
-    daemon's log tells who changed what.
+    daemon's log tells who changed what. Exit code 1: a tier could not shrink as far as asked.
     """
     texts = dict(_pair(text) for text in settings)
     if is_check and not texts:
@@ -36,6 +36,8 @@ def set(ask: Ask, *, settings: tuple[str, ...], is_check: bool) -> None:  # noqa
     with ask.connect() as daemon:
         answer = daemon.ask(pb.SetRequest(settings=texts, check=is_check), timeout_s=CHANGE_TIMEOUT_S)
     ask.show(answer, _draw_changes(is_check=is_check) if texts else _draw_settings)
+    if answer.notes:
+        raise click.exceptions.Exit(1)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -55,6 +57,7 @@ def _draw_changes(*, is_check: bool) -> Callable[[Console, pb.SetReply], None]:
         rows = [(change.name, change.before, change.after) for change in answer.changes]
         show_table(console, CHANGE_COLUMNS, rows, empty="nothing differs from before")
         kept = "Until a restart or SIGHUP; write it into the configuration file to keep it."
-        console.print(Text("Checked; nothing changed." if is_check else kept), soft_wrap=True)
+        for line in (*answer.notes, "Checked; nothing changed." if is_check else kept):
+            console.print(Text(line), soft_wrap=True)
 
     return draw

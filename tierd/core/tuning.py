@@ -1,27 +1,38 @@
 """Tuning: what an operator changes while a core runs: specs, shares, policies, wear budgets.
 
-A spec keeps its kind, index and segments. Another eviction policy gets the tier's blocks in pieces
-(`index/handover.py`); another admission policy begins anew, with the budget's level of the old one.
+A spec keeps its kind, index and size of segments. Another eviction policy gets the tier's blocks in
+pieces (`index/handover.py`). Another admission policy begins anew, with the budget's level of the
+old one. A tier is resized by whole segments (`index/resizing.py`):
+
+    open_places --> set_spec                                        more capacity
+    close_places --> save, evict, end_closed, until none is closing --> keep_places --> set_spec
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
+
 from tierd.core.admission import Balance
 from tierd.core.eviction import Eviction, heeding
-from tierd.core.formats.model import TierSpec
+from tierd.core.formats.model import PageState, TierSpec
+from tierd.core.index import resizing
 from tierd.core.index.handover import Handover
 from tierd.core.index.index import Index
 from tierd.core.index.policies import Policies
-from tierd.core.plan import Ids
-from tierd.core.requests.leases import Holders
+from tierd.core.plan import Ids, Plan
+from tierd.core.plan_builder import PlanBuilder
+from tierd.core.requests.leases import GONE, Holder, Holders
+from tierd.core.space.demotion import Demotion
 from tierd.errors import InvalidArgument
 
 
 class Tuning:
     """Of one core."""
 
-    def __init__(self, index: Index, sessions: Holders, policies: Policies) -> None:
-        self._index, self._sessions, self._policies = index, sessions, policies
+    def __init__(self, index: Index, sessions: Holders, demotion: Demotion, policies: Policies) -> None:
+        self._index, self._sessions, self._demotion, self._policies = index, sessions, demotion, policies
 
     def set_session_share(self, share: float) -> None:
         """The share of a tier that one session may pin and reserve. It keeps its pages."""
@@ -37,6 +48,8 @@ class Tuning:
         if isinstance(index.policies[tier], Handover):
             raise InvalidArgument(f"{spec.name}.eviction: a change is under way; set it again when it has ended")
         index.tiers[tier].spec = spec
+        index.tiers[tier].quarantine_bytes = int(spec.quarantine_share * spec.capacity_bytes)
+        self._sessions.set_share(self._sessions.share)
         if tier in index.admissions and _admission_of(spec) != _admission_of(old):
             self._set_admission(tier, spec, now)
         if spec.eviction == old.eviction:
@@ -66,6 +79,65 @@ class Tuning:
     def is_handing_over(self, tier: int) -> bool:
         """Whether a handover of the tier is under way."""
         return isinstance(self._index.policies[tier], Handover)
+
+    def open_places(self, tier: int, count: int) -> None:
+        """Gives a tier room for so many more segments."""
+        resizing.grow(self._index.tiers[tier], count)
+
+    def close_places(self, tier: int, count: int) -> None:
+        """Takes so many places from a tier. Places in use close when their segment is empty: those
+        without pinned or reserved pages first, the least recently used of them first."""
+        pages_of, top = self._index.tiers[tier], self._index.tiers[tier].top
+        used = np.flatnonzero(pages_of.state[:top] != PageState.FREE)
+        places, last_used = pages_of.place[used], np.zeros(len(pages_of.segments))
+        held = (pages_of.pins[used] > 0) | (pages_of.state[used] == PageState.RESERVED)
+        has_block = pages_of.block[used] >= 0
+        np.maximum.at(last_used, places[has_block], self._index.blocks.last_used[pages_of.block[used[has_block]]])
+        is_held = np.bincount(places[held], minlength=len(last_used)) > 0
+        resizing.shrink(pages_of, count, np.lexsort((last_used, is_held)))
+
+    def closing(self, tier: int) -> Ids:
+        """The blocks in segments that are closing, from cold to hot, an int64 array."""
+        pages_of = self._index.tiers[tier]
+        resizing.free_bad(pages_of)
+        ids = [np.arange(s.first, s.first + s.pages) for s in map(pages_of.segments.__getitem__, pages_of.closing) if s]
+        blocks = pages_of.block[np.concatenate([*ids, np.zeros(0, np.int64)])].astype(np.int64)
+        blocks = blocks[(blocks >= 0) & (self._index.attached(tier, blocks) >= 0)]
+        found = self._index.blocks
+        return blocks[np.lexsort((-found.position[blocks].astype(np.int64), found.last_used[blocks]))]
+
+    def save(self, tier: int, blocks: Ids, now: float) -> Plan:
+        """Writes to the next tier what is in this one alone, as demotion does."""
+        draft = PlanBuilder(now)
+        self._demotion.save(tier, blocks, draft)
+        return draft.plan()
+
+    def places_left(self, tier: int) -> int:
+        """How many places are still closing."""
+        return len(self._index.tiers[tier].closing)
+
+    def keep_places(self, tier: int) -> int:
+        """Gives up closing the places that are still in use. Returns how many there are."""
+        kept = self.places_left(tier)
+        resizing.keep(self._index.tiers[tier])
+        return kept
+
+    def holders(self, tier: int) -> list[int]:
+        """The sessions with pinned or reserved pages in segments that are closing."""
+        pages_of = self._index.tiers[tier]
+
+        def pages_held(session: Holder) -> Iterator[int]:
+            yield from session.pinned[tier]
+            for held in session.reservations.values():
+                here = (held.tiers == tier) & (held.state != GONE)
+                yield from (page for page in (*held.pages[here].tolist(), *held.staging[here].tolist()) if page >= 0)
+
+        sessions = self._sessions.open.values()
+        return [s.id for s in sessions if any(int(pages_of.place[page]) in pages_of.closing for page in pages_held(s))]
+
+    def end_closed(self, tier: int) -> list[int]:
+        """Segments of closed places whose memory may be freed; each is returned once."""
+        return resizing.end_closed(self._index.tiers[tier])
 
     def wear_balance(self, tier: int, now: float) -> Balance:
         """State of an nvme tier's wear budget."""

@@ -232,10 +232,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             )
         who = next({"uid": r.uid, "pid": r.pid, "tenant": r.tenant} for r in rows if r.id == CALLER.get().session)
         try:
-            changes = await live.set(request.settings, is_check=request.check, who=who)
+            changed = await live.set(request.settings, is_check=request.check, who=who)
         except ConfigError as error:
             raise InvalidArgument(str(error)) from None
-        return pb.SetReply(changes=[pb.SettingChange(**change._asdict()) for change in changes])
+        changes = [pb.SettingChange(**change._asdict()) for change in changed.changes]
+        return pb.SetReply(changes=changes, notes=changed.notes)
 
     def _block_info(self, row: StructArray) -> pb.BlockInfo:
         priority, retention_s = self._said(row)

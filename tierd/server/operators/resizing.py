@@ -1,0 +1,77 @@
+"""Resizes a host tier by whole segments, beside the daemon's work.
+
+A tier that shrinks writes to the next tier what it alone has, evicts the blocks of the segments
+that go, and frees their files one by one. Pages that sessions hold stay until they are released. If
+nothing moves for STILL_S, the segments that are left stay in the tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from tierd.cache.cache import Cache
+from tierd.core.formats.model import TierSpec
+from tierd.tiers.arena.arena import Arena
+from tierd.units import format_bytes
+
+STILL_S = 3.0
+"""Time without progress, after which the rest of a tier stays."""
+LOOK_S = 0.02
+PIECE_BLOCKS = 1024
+
+
+def places_of(spec: TierSpec) -> int:
+    """How many segments a tier may have."""
+    return spec.capacity_bytes // spec.segment_bytes
+
+
+def grow(cache: Cache, tier: Arena, places: int) -> None:
+    """Gives a tier so many more segments. The caller has checked that there is memory, and sets the
+    spec at once."""
+    cache.core.tuning.open_places(tier.position, places)
+    tier.grow(places)
+
+
+async def shrink(cache: Cache, tier: Arena, places: int) -> tuple[int, str]:
+    """Takes so many segments from a tier. Returns how many are gone, and why not all; the caller
+    sets the spec."""
+    tuning, position, loop = cache.core.tuning, tier.position, asyncio.get_running_loop()
+    tuning.close_places(position, places)
+    gone, still_since, before = 0, loop.time(), (-1, -1)
+    while True:
+        cache.process_notices(None)  # releases that wait
+        left = await _empty(cache, position)
+        ended, closed = tuning.end_closed(position), places - tuning.places_left(position)
+        await tier.shrink(closed - gone, ended)
+        gone = closed
+        if (left, gone) != before:
+            before, still_since = (left, gone), loop.time()
+        if gone == places or loop.time() - still_since > STILL_S:
+            break
+        await asyncio.sleep(LOOK_S)
+    if gone == places:
+        return gone, ""
+    holders = tuning.holders(position)
+    kept = tuning.keep_places(position)
+    size, wanted = (format_bytes((places_of(tier.spec) - n) * tier.spec.segment_bytes) for n in (gone, places))
+    by = f"sessions {', '.join(map(str, holders))} (`tierctl sessions`)" if holders else "operators' pins"
+    return (
+        gone,
+        f"{tier.spec.name}: shrunk to {size}, not to {wanted}; {kept} segments are held by {by}; set it again later",
+    )
+
+
+async def _empty(cache: Cache, position: int) -> int:
+    """Saves and evicts the blocks of closing segments. Returns how many stay: they are pinned."""
+    core, now, stayed = cache.core, cache.clock.now, 0
+    blocks = core.tuning.closing(position)
+    for begun in range(0, len(blocks), PIECE_BLOCKS):
+        piece = core.tuning.tracked(position, blocks[begun : begun + PIECE_BLOCKS])
+        plan = core.tuning.save(position, piece, now())
+        cache.flights.start(plan)
+        await cache.flights.landed(plan, timeout_s=STILL_S)
+        piece = core.tuning.tracked(position, piece)
+        cache.flights.start(core.evict(piece, tier=position, now=now()))
+        stayed += len(core.tuning.tracked(position, piece))
+        await asyncio.sleep(0)
+    return stayed
