@@ -17,30 +17,32 @@ from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, OpenedNamespace
 from tierd.testing import chain
 
-HOST = '[[host]]\ncapacity = "{size} MiB"\nsegment = "1 MiB"\n'
+HOST = '[[host]]\ncapacity = {size}\nsegment = "256 KiB"\n'
 NVME = '[[nvme]]\ncapacity = "64 MiB"\nsegment = "4 MiB"\nadmission = "all"\n'
-MIB = 1 << 20
+SEGMENT = 256 << 10
 COUNT = 16
-"""Blocks of a chain: 64 KiB."""
+"""Blocks of a chain; four chains fill a segment."""
 
 
 def config(size: int, *, store: bool = True) -> str:
-    return HOST.format(size=size) + NVME if store else "nvme = []\n" + HOST.format(size=size)
+    """A host tier of so many segments, above a store or alone."""
+    host = HOST.format(size=size * SEGMENT)
+    return host + NVME if store else "nvme = []\n" + host
 
 
 def resize(daemon: Daemon, size: int) -> list[str]:
-    """Sets the host tier's capacity in MiB. Returns what was not reached."""
+    """Sets the host tier's capacity in segments. Returns what was not reached."""
     with RawClient(daemon.target) as operator:
-        answer = operator.call(operator.admin.Set, apb.SetRequest(settings={"host.0.capacity": f"{size} MiB"}))
+        answer = operator.call(operator.admin.Set, apb.SetRequest(settings={"host.0.capacity": str(size * SEGMENT)}))
     return list(answer.notes)
 
 
 def capacity(daemon: Daemon) -> int:
-    """The host tier's capacity in MiB."""
+    """The host tier's capacity in segments."""
     with RawClient(daemon.target) as operator:
         host = operator.call(operator.admin.Tiers, apb.TiersRequest()).tiers[0]
     assert host.used_bytes <= host.assigned_bytes <= host.capacity_bytes
-    return int(host.capacity_bytes // MIB)
+    return int(host.capacity_bytes // SEGMENT)
 
 
 def data_bytes(daemon: Daemon) -> int:
@@ -75,7 +77,7 @@ def busy(daemon: Daemon) -> Iterator[list[int]]:
             with Client(daemon.target, best_effort=True) as client:
                 space = client.open_namespace(SMALL)
                 while not done.is_set():
-                    for seed in range(1000 * (number + 1), 1000 * (number + 1) + 60):
+                    for seed in range(1000 * (number + 1), 1000 * (number + 1) + 20):
                         put(client, space, seed, COUNT)
                         views = client.get(space, chain(seed - 5, COUNT)).views
                         served[number] += len(views)
@@ -103,9 +105,9 @@ def test_a_tier_grows() -> None:
         with busy(daemon):
             assert resize(daemon, 24) == []
         assert capacity(daemon) == 24
-        client_blocks = sum(put(client, space, seed, COUNT).stored for seed in range(150))
-        assert client_blocks == 150 * COUNT and found(client, space, range(150)) == 150 * COUNT
-        await_true(lambda: data_bytes(daemon) == 24 * MIB, "all memory is made")
+        client_blocks = sum(put(client, space, seed, COUNT).stored for seed in range(40))
+        assert client_blocks == 40 * COUNT and found(client, space, range(40)) == 40 * COUNT
+        await_true(lambda: data_bytes(daemon) == 24 * SEGMENT, "all memory is made")
 
 
 def test_a_tier_that_does_not_fit_stays() -> None:
@@ -121,13 +123,13 @@ def test_a_tier_shrinks_and_its_blocks_move_to_the_store() -> None:
     """A smaller tier frees the files of its segments; its blocks come from the store, all of them."""
     with Daemon(config(16)) as daemon, Client(daemon.target) as client:
         space = client.open_namespace(SMALL)
-        assert sum(put(client, space, seed, COUNT).stored for seed in range(120)) == 120 * COUNT
+        assert sum(put(client, space, seed, COUNT).stored for seed in range(30)) == 30 * COUNT
         assert resize(daemon, 4) == []
-        assert capacity(daemon) == 4 and data_bytes(daemon) == 4 * MIB
+        assert capacity(daemon) == 4 and data_bytes(daemon) == 4 * SEGMENT
         flush(daemon)
-        assert found(client, space, range(120)) == 120 * COUNT
+        assert found(client, space, range(30)) == 30 * COUNT
         assert resize(daemon, 16) == []
-        assert found(client, space, range(120)) == 120 * COUNT and capacity(daemon) == 16
+        assert found(client, space, range(30)) == 30 * COUNT and capacity(daemon) == 16
 
 
 def test_a_tier_changes_its_size_again_and_again_under_load() -> None:
@@ -146,28 +148,27 @@ def test_segments_that_a_client_holds_stay() -> None:
     """Views keep their segments: the answer names their session, and a later change succeeds."""
     with Daemon(config(8)) as daemon, Client(daemon.target, name="holder") as client:
         space = client.open_namespace(SMALL)
-        assert sum(put(client, space, seed, COUNT).stored for seed in range(60)) == 60 * COUNT
-        held = [client.get(space, chain(seed, COUNT)).views for seed in range(60)]
+        assert sum(put(client, space, seed, COUNT).stored for seed in range(15)) == 15 * COUNT
+        held = [client.get(space, chain(seed, COUNT)).views for seed in range(15)]
         (note,) = resize(daemon, 1)
         with RawClient(daemon.target) as operator:
             sessions = operator.call(operator.admin.Sessions, apb.SessionsRequest()).sessions
         (holder,) = [session.id for session in sessions if session.name == "holder"]
-        assert str(holder) in note and "not to 1 MiB" in note and 1 < capacity(daemon) < 8
+        assert str(holder) in note and "not to 256 KiB" in note and 1 < capacity(daemon) < 8
         assert all(right(views, seed) == COUNT for seed, views in enumerate(held))
         flush(daemon)
         del held
         assert resize(daemon, 1) == [] and capacity(daemon) == 1
-        assert found(client, space, range(60)) == 60 * COUNT
+        assert found(client, space, range(15)) == 15 * COUNT
 
 
-@pytest.mark.parametrize("point", ["arena.close.before_catalogue", "arena.close.before_discard"])
-@pytest.mark.parametrize("later", [4, 12])
+@pytest.mark.parametrize(("point", "later"), [("arena.close.before_catalogue", 4), ("arena.close.before_discard", 12)])
 def test_a_death_while_it_shrinks(point: str, later: int) -> None:
     """A daemon that is killed while it shrinks starts again, with either size, and serves right bytes."""
     with Daemon(config(12), faults=True) as daemon:
         with Client(daemon.target) as client:
             space = client.open_namespace(SMALL)
-            assert sum(put(client, space, seed, COUNT).stored for seed in range(100)) == 100 * COUNT
+            assert sum(put(client, space, seed, COUNT).stored for seed in range(25)) == 25 * COUNT
         flush(daemon)
         with daemon.faults() as faults:
             faults.arm(point, "kill@2")
@@ -178,5 +179,5 @@ def test_a_death_while_it_shrinks(point: str, later: int) -> None:
         daemon.start()
         with Client(daemon.target) as client:
             space = client.open_namespace(SMALL)
-            assert found(client, space, range(100)) == 100 * COUNT
-        assert capacity(daemon) == later and data_bytes(daemon) <= later * MIB
+            assert found(client, space, range(25)) == 25 * COUNT
+        assert capacity(daemon) == later and data_bytes(daemon) <= later * SEGMENT
