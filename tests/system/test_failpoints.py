@@ -59,7 +59,8 @@ ELSEWHERE = {
     "mover.load.before_decode",
     "mover.store.before_encode",
 }
-"""Passed by large blocks, encoded stores (`test_by_layer.py`, `test_encoded_stores.py`), and a tier that shrinks."""
+"""Passed by large blocks, encoded stores and a tier that shrinks: see `test_by_layer.py`,
+`test_encoded_stores.py`, `test_resize.py`."""
 CHOSEN = (
     "arena.publish.before_seal",
     "cache.commit.before_hold",

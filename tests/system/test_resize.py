@@ -108,6 +108,8 @@ def test_a_tier_grows() -> None:
         client_blocks = sum(put(client, space, seed, COUNT).stored for seed in range(40))
         assert client_blocks == 40 * COUNT and found(client, space, range(40)) == 40 * COUNT
         await_true(lambda: data_bytes(daemon) == 24 * SEGMENT, "all memory is made")
+        daemon.restart()  # with the size of its file: the hottest blocks that fit stay
+        assert 0 < found(client, space, range(40)) < 40 * COUNT and capacity(daemon) == 4
 
 
 def test_a_tier_that_does_not_fit_stays() -> None:

@@ -121,10 +121,10 @@ def _refused(daemon: Daemon) -> str:
 def test_hang_up_reads_the_file_again(daemon: Daemon) -> None:
     """SIGHUP takes over live settings of the file and names others; a bad file changes nothing."""
     better = CONFIG.replace("session_limit = 8", 'session_limit = 9\nclock = "replay"')
-    hang_up(daemon, better.replace("32 MiB", "64 MiB"), "configuration read again")
-    assert values(daemon)["server.session_limit"] == "9"
+    hang_up(daemon, better.replace("32 MiB", "64 MiB").replace("4 MiB", "6 MiB", 1), "configuration read again")
+    assert (values(daemon)["server.session_limit"], values(daemon)["host.0.capacity"]) == ("9", '"6 MiB"')
     line = next(line for line in daemon.log.splitlines() if "configuration read again" in line)
-    assert "['server.clock', 'nvme.0.capacity']" in line and "changed=1" in line
+    assert "['server.clock', 'nvme.0.capacity']" in line and "changed=2" in line
     before = values(daemon)
     for bad in ("[server]\nsession_limit = 0\n", "session_limit", "[server]\nsession_limit = 9000\n"):
         hang_up(daemon, bad, "nothing changed")

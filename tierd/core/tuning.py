@@ -97,12 +97,12 @@ class Tuning:
         resizing.shrink(pages_of, count, np.lexsort((last_used, is_held)))
 
     def closing(self, tier: int) -> Ids:
-        """The blocks in segments that are closing, from cold to hot, an int64 array."""
+        """The readable blocks in segments that are closing, from cold to hot."""
         pages_of = self._index.tiers[tier]
         resizing.free_bad(pages_of)
         ids = [np.arange(s.first, s.first + s.pages) for s in map(pages_of.segments.__getitem__, pages_of.closing) if s]
         blocks = pages_of.block[np.concatenate([*ids, np.zeros(0, np.int64)])].astype(np.int64)
-        blocks = blocks[(blocks >= 0) & (self._index.attached(tier, blocks) >= 0)]
+        blocks = blocks[self._index.is_readable(tier, blocks)]
         found = self._index.blocks
         return blocks[np.lexsort((-found.position[blocks].astype(np.int64), found.last_used[blocks]))]
 

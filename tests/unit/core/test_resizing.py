@@ -9,6 +9,7 @@ import pytest
 
 from tests.depth import count
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
+from tierd.core.formats.model import BlockStatus
 
 SEGMENT = 4
 """Pages of a segment."""
@@ -48,6 +49,26 @@ def test_more_places_hold_more_blocks() -> None:
         kit.put(chain(name, SEGMENT))
     assert near(kit, "abcdef") == "abcdef" and kit.core.tier_stats()[0].capacity_bytes == 6 * SEGMENT * PAGE
     assert sorted(segment.slot for segment in kit.core.segments(0)) == list(range(6))
+
+
+def test_a_session_gets_its_share_of_the_new_size() -> None:
+    """A session may hold its share of the tier as it is now."""
+    kit = Kit(tier(HOST, 2 * SEGMENT), share=0.5)
+    assert kit.reserve(chain("a", 6)).statuses[0].tolist().count(BlockStatus.RESERVED) == 4
+    kit.core.tuning.open_places(0, 2)
+    resized(kit, 4)
+    assert kit.reserve(chain("b", 6)).statuses[0].tolist().count(BlockStatus.RESERVED) == 4
+
+
+def test_a_bad_page_does_not_keep_its_place() -> None:
+    """A quarantined page in a closing segment is freed with it."""
+    kit = Kit(tier(HOST, 2 * SEGMENT, quarantine_share=0.5))
+    kit.put(chain("a", SEGMENT))
+    kit.took(kit.core.condemn(kit.core.extents(kit.ids(chain("a", 1)), tier=0), now=kit.tick()))
+    assert len(kit.core.quarantined(0)) == 1
+    kit.core.tuning.close_places(0, 2)
+    empty(kit)
+    assert (kit.core.tuning.places_left(0), len(kit.core.quarantined(0))) == (0, 0)
 
 
 def test_the_coldest_segments_go() -> None:

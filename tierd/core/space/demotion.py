@@ -87,8 +87,8 @@ class Demotion:
             self._clear(tier, draft)
 
     def save(self, tier: int, blocks: Ids, draft: PlanBuilder) -> None:
-        """Sends those of the blocks that would be lost with their pages, as far as they deserve a
-        write and the next tier has room. blocks: from cold to hot, none in flight."""
+        """Sends the blocks that no farther tier has, as far as they deserve a write and there is
+        room. blocks: from cold to hot."""
         dirty = self._unsaved.is_dirty(tier, blocks)
         dirty[dirty] = self._has_place(tier, blocks[dirty])
         self._send(tier, self._worthy(tier, blocks[dirty], draft.now), draft)

@@ -1,8 +1,9 @@
 """Changes of settings while the daemon runs: `tierctl set`, and a changed file with SIGHUP.
 
-All or nothing: every setting is checked first, as at a start, and applying cannot fail. One change
-runs at a time. Each is logged: name, before, after, and who. A restart reads the file again, so a
-change of `tierctl set` ends with the daemon.
+All or nothing: every setting is checked first, as at a start, and applying cannot fail. But a host
+tier may shrink less than asked (`resizing.py`). One change runs at a time. Each is logged: name,
+before, after, and who. A restart reads the file again, so a change of `tierctl set` ends with the
+daemon.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class LiveSettings:
         return self._daemon.config
 
     async def set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> Changed:
-        """Changes settings, by name and value in TOML. is_check: only checks.
-        who: for the log. Raises ConfigError; then nothing has changed.
+        """Changes settings, by name and value in TOML. is_check: only checks. who: for the log.
+
+        Raises ConfigError; then nothing has changed.
         """
         return await _whole(self._set(texts, is_check=is_check, who=who))
 
@@ -98,7 +100,7 @@ class LiveSettings:
             return changed
 
     async def _change(self, new: Config, *, who: Mapping[str, Any], is_check: bool = False) -> Changed:
-        self._check(new)
+        self._check_listeners(new)
         old, notes = self.config, list[str]()
         for tier, _, places in self._resized(new):
             if places > 0:
@@ -116,7 +118,8 @@ class LiveSettings:
         return Changed(changes, notes)
 
     def _resized(self, new: Config) -> list[tuple[Arena, int, int]]:
-        """The host tiers whose capacity changes: index, and how many places they get or lose."""
+        """The host tiers whose capacity changes: index, and how many places they get or lose. Raises
+        ConfigError for an unknown policy or codec."""
         pairs = zip(self._daemon.tiers, specs_of(new), strict=True)
         found = [(tier, spec.index, places_of(spec) - places_of(tier.spec)) for tier, (spec, _) in pairs]
         return [(tier, index, places) for tier, index, places in found if places and isinstance(tier, Arena)]
@@ -133,9 +136,8 @@ class LiveSettings:
                 notes += [why] if why else []
         return replace(new, host=tuple(hosts)), notes
 
-    def _check(self, new: Config) -> None:
-        """Checks names of policies and codecs, as a start does, and limits of the listeners."""
-        specs_of(new)
+    def _check_listeners(self, new: Config) -> None:
+        """Refuses limits for which the listeners were not opened. Raises ConfigError."""
         for name in AT_START:
             value, most = getattr(new.server, name), AT_START_FACTOR * getattr(self._at_start, name)
             if value > most:

@@ -1,8 +1,8 @@
 """Resizes a host tier by whole segments, beside the daemon's work.
 
-A tier that shrinks writes to the next tier what it alone has, evicts the blocks of the segments
-that go, and frees their files one by one. Pages that sessions hold stay until they are released. If
-nothing moves for STILL_S, the segments that are left stay in the tier.
+A tier that shrinks empties the segments that go. It writes to the next tier what it alone has,
+evicts the blocks, and frees the files one by one. Pages that sessions hold stay until they are
+released. If nothing moves for STILL_S, the segments that are left stay in the tier.
 """
 
 from __future__ import annotations

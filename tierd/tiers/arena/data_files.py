@@ -29,6 +29,8 @@ SUFFIX = ".data"
 SPARE = "spare-"
 _STEP_BYTES = HUGE_BYTES
 """Made per step: while its pages are touched, no thread of the process can map or unmap memory."""
+LOOK_S = 1.0
+"""Longest time between two looks for a file that can go."""
 _NICE = 10
 """Added to the nice value of the thread that makes spare files."""
 
@@ -181,7 +183,7 @@ class DataFiles:
                 count -= unmade
                 if count and not self._spares:
                     assert self._making, f"{self._directory}: fewer files than places that were closed"
-                    self._changed.wait()
+                    self._changed.wait(LOOK_S)
                 spare = self._spares.pop() if count and self._spares else None
             if spare is not None:
                 spare[0].unlink(missing_ok=True)
