@@ -10,7 +10,7 @@ old one. A tier is resized by whole segments (`index/resizing.py`):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -84,26 +84,40 @@ class Tuning:
         """Gives a tier room for so many more segments."""
         resizing.grow(self._index.tiers[tier], count)
 
-    def close_places(self, tier: int, count: int) -> None:
-        """Takes so many places from a tier. Places in use close when their segment is empty: those
-        without pinned or reserved pages first, the least recently used of them first."""
-        pages_of, top = self._index.tiers[tier], self._index.tiers[tier].top
-        used = np.flatnonzero(pages_of.state[:top] != PageState.FREE)
-        places, last_used = pages_of.place[used], np.zeros(len(pages_of.segments))
-        held = (pages_of.pins[used] > 0) | (pages_of.state[used] == PageState.RESERVED)
-        has_block = pages_of.block[used] >= 0
-        np.maximum.at(last_used, places[has_block], self._index.blocks.last_used[pages_of.block[used[has_block]]])
-        is_held = np.bincount(places[held], minlength=len(last_used)) > 0
-        resizing.shrink(pages_of, count, np.lexsort((last_used, is_held)))
+    def used_places(self, tier: int) -> list[int]:
+        """The places of a tier with a segment."""
+        return [place for place, segment in enumerate(self._index.tiers[tier].segments) if segment is not None]
 
-    def closing(self, tier: int) -> Ids:
-        """The readable blocks in segments that are closing, from cold to hot."""
+    def rank(self, tier: int, place: int) -> tuple[bool, float]:
+        """Whether a place in use has pinned or reserved pages, and the last use of its blocks: the
+        least rank is the best to close."""
+        pages_of, blocks = self._index.tiers[tier], self._index.blocks
+        if pages_of.segments[place] is None:
+            return False, 0.0
+        at = pages_of.pages_of(place)
+        is_held = (pages_of.pins[at] > 0) | (pages_of.state[at] == PageState.RESERVED)
+        held = pages_of.block[at]
+        return bool(is_held.any()), float(blocks.last_used[held[held >= 0]].max(initial=0.0))
+
+    def close_places(self, tier: int, count: int, order: Sequence[int]) -> None:
+        """Takes so many places from a tier: vacant ones first, then those in use, in this order.
+        They close when their segment is empty."""
+        resizing.shrink(self._index.tiers[tier], count, order)
+
+    def closing(self, tier: int) -> list[int]:
+        """The places that are still closing. Quarantined pages there are freed."""
         pages_of = self._index.tiers[tier]
         resizing.free_bad(pages_of)
-        ids = [np.arange(s.first, s.first + s.pages) for s in map(pages_of.segments.__getitem__, pages_of.closing) if s]
-        blocks = pages_of.block[np.concatenate([*ids, np.zeros(0, np.int64)])].astype(np.int64)
-        blocks = blocks[self._index.is_readable(tier, blocks)]
-        found = self._index.blocks
+        return sorted(pages_of.closing)
+
+    def blocks_at(self, tier: int, place: int) -> Ids:
+        """The readable blocks of a place, from cold to hot."""
+        pages_of, found = self._index.tiers[tier], self._index.blocks
+        if pages_of.segments[place] is None:
+            return np.zeros(0, np.int64)
+        blocks = pages_of.block[pages_of.pages_of(place)].astype(np.int64)
+        pages = self._index.readable(tier, blocks)
+        blocks = blocks[(pages >= 0) & (pages_of.place[pages] == place)]
         return blocks[np.lexsort((-found.position[blocks].astype(np.int64), found.last_used[blocks]))]
 
     def save(self, tier: int, blocks: Ids, now: float) -> Plan:
@@ -112,15 +126,9 @@ class Tuning:
         self._demotion.save(tier, blocks, draft)
         return draft.plan()
 
-    def places_left(self, tier: int) -> int:
-        """How many places are still closing."""
-        return len(self._index.tiers[tier].closing)
-
     def keep_places(self, tier: int) -> int:
         """Gives up closing the places that are still in use. Returns how many there are."""
-        kept = self.places_left(tier)
-        resizing.keep(self._index.tiers[tier])
-        return kept
+        return resizing.keep(self._index.tiers[tier])
 
     def holders(self, tier: int) -> list[int]:
         """The sessions with pinned or reserved pages in segments that are closing."""

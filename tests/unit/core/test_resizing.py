@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from tests.depth import count
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core.formats.model import BlockStatus
+from tierd.core.plan import Ids
 
 SEGMENT = 4
 """Pages of a segment."""
@@ -22,9 +24,22 @@ def resized(kit: Kit, places: int) -> None:
     kit.core.check()
 
 
+def close(kit: Kit, places: int) -> None:
+    """Closes places, the best first."""
+    tuning = kit.core.tuning
+    tuning.close_places(0, places, sorted(tuning.used_places(0), key=lambda place: tuning.rank(0, place)))
+
+
+def leaving(kit: Kit) -> Ids:
+    """The blocks of closing segments."""
+    return np.concatenate(
+        [np.zeros(0, np.int64), *(kit.core.tuning.blocks_at(0, p) for p in kit.core.tuning.closing(0))]
+    )
+
+
 def empty(kit: Kit) -> None:
     """Evicts from closing segments."""
-    kit.took(kit.core.evict(kit.core.tuning.closing(0), tier=0, now=kit.tick()))
+    kit.took(kit.core.evict(leaving(kit), tier=0, now=kit.tick()))
 
 
 def near(kit: Kit, names: str) -> str:
@@ -66,9 +81,9 @@ def test_a_bad_page_does_not_keep_its_place() -> None:
     kit.put(chain("a", SEGMENT))
     kit.took(kit.core.condemn(kit.core.extents(kit.ids(chain("a", 1)), tier=0), now=kit.tick()))
     assert len(kit.core.quarantined(0)) == 1
-    kit.core.tuning.close_places(0, 2)
+    close(kit, 2)
     empty(kit)
-    assert (kit.core.tuning.places_left(0), len(kit.core.quarantined(0))) == (0, 0)
+    assert (len(kit.core.tuning.closing(0)), len(kit.core.quarantined(0))) == (0, 0)
 
 
 def test_the_coldest_segments_go() -> None:
@@ -77,10 +92,10 @@ def test_the_coldest_segments_go() -> None:
     acquired = kit.acquire(group(chain("a", SEGMENT)))
     kit.settle(acquired)
     kit.release(acquired.lease)
-    kit.core.tuning.close_places(0, 2)
-    assert kit.core.tuning.places_left(0) == 2
+    close(kit, 2)
+    assert len(kit.core.tuning.closing(0)) == 2
     empty(kit)
-    assert (kit.core.tuning.places_left(0), len(kit.core.tuning.end_closed(0))) == (0, 2)
+    assert (len(kit.core.tuning.closing(0)), len(kit.core.tuning.end_closed(0))) == (0, 2)
     resized(kit, 2)
     assert near(kit, "abcd") == "ad" and kit.core.tuning.end_closed(0) == []
 
@@ -88,8 +103,8 @@ def test_the_coldest_segments_go() -> None:
 def test_vacant_places_go_first() -> None:
     """A tier with enough vacant places loses no block, and its segments stay."""
     kit = filled("ab")
-    kit.core.tuning.close_places(0, 2)
-    assert (kit.core.tuning.places_left(0), kit.core.tuning.end_closed(0)) == (0, [])
+    close(kit, 2)
+    assert (len(kit.core.tuning.closing(0)), kit.core.tuning.end_closed(0)) == (0, [])
     resized(kit, 2)
     assert near(kit, "ab") == "ab"
 
@@ -99,7 +114,7 @@ def test_a_closing_segment_gives_no_page() -> None:
     kit = filled("ab", places=2)
     for name in "ab":
         kit.settle(kit.acquire(group(chain(name, 2))))
-    kit.core.tuning.close_places(0, 1)
+    close(kit, 1)
     empty(kit)
     assert kit.tiers_of(chain("a", SEGMENT)) == [0, 0, -1, -1]
     stays = kit.core.extents(kit.ids(chain("b", 1)), tier=0)["segment"]
@@ -113,13 +128,13 @@ def test_pinned_segments_stay_until_they_are_released() -> None:
     leases = [kit.acquire(group(chain(name, SEGMENT))) for name in "ab"]
     for lease in leases:
         kit.settle(lease)
-    kit.core.tuning.close_places(0, 1)
+    close(kit, 1)
     empty(kit)
-    assert (kit.core.tuning.places_left(0), kit.core.tuning.holders(0)) == (1, [1])
+    assert (len(kit.core.tuning.closing(0)), kit.core.tuning.holders(0)) == (1, [1])
     assert near(kit, "ab") == "ab"
     kit.release(*(lease.lease for lease in leases))
     empty(kit)
-    assert (kit.core.tuning.places_left(0), kit.core.tuning.holders(0)) == (0, [])
+    assert (len(kit.core.tuning.closing(0)), kit.core.tuning.holders(0)) == (0, [])
 
 
 def test_a_segment_that_is_kept_works_on() -> None:
@@ -127,7 +142,7 @@ def test_a_segment_that_is_kept_works_on() -> None:
     kit = Kit(tier(HOST, 2 * SEGMENT))
     reserved = kit.reserve(chain("a", 2))
     kit.put(chain("b", SEGMENT))
-    kit.core.tuning.close_places(0, 2)
+    close(kit, 2)
     assert kit.core.tuning.keep_places(0) == 2
     kit.commit(reserved)
     kit.put(chain("c", 2))
@@ -137,12 +152,12 @@ def test_a_segment_that_is_kept_works_on() -> None:
 def test_blocks_are_saved_for_the_next_tier() -> None:
     """The blocks of closing segments that no store has are written to it, and are then found there."""
     kit = filled()
-    kit.core.tuning.close_places(0, 2)
-    kit.took(kit.core.tuning.save(0, kit.core.tuning.closing(0), kit.tick()))
+    close(kit, 2)
+    kit.took(kit.core.tuning.save(0, leaving(kit), kit.tick()))
     assert len(kit.flying) == 2 * SEGMENT
     kit.land()
     empty(kit)
-    assert kit.core.tuning.places_left(0) == 0 and kit.tiers_of(chain("a", SEGMENT)) == [1] * SEGMENT
+    assert len(kit.core.tuning.closing(0)) == 0 and kit.tiers_of(chain("a", SEGMENT)) == [1] * SEGMENT
 
 
 @pytest.mark.parametrize("seed", range(count(test=15, nightly=300, weekly=2000)))
@@ -167,10 +182,10 @@ def test_any_sizes_in_any_order(seed: int) -> None:
                     kit.core.tuning.open_places(0, wanted - size)
                     resized(kit, size := wanted)
                 elif wanted < size:
-                    kit.core.tuning.close_places(0, size - wanted)
+                    close(kit, size - wanted)
                     kit.core.check()
                     kit.put(chain(name, 3))
-                    kit.took(kit.core.tuning.save(0, kit.core.tuning.closing(0), kit.tick()))
+                    kit.took(kit.core.tuning.save(0, leaving(kit), kit.tick()))
                     kit.land()
                     empty(kit)
                     kit.core.tuning.end_closed(0)

@@ -7,11 +7,12 @@ memory may be freed. Places keep their numbers. A tier that grows opens closed p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tierd.core.formats.model import DAEMON
 from tierd.core.index.pages import Pages
-from tierd.core.plan import Ids
 
 
 def grow(pages: Pages, count: int) -> None:
@@ -31,7 +32,7 @@ def grow(pages: Pages, count: int) -> None:
     pages.vacant |= old | set(range(first, first + more))
 
 
-def shrink(pages: Pages, count: int, order: Ids) -> None:
+def shrink(pages: Pages, count: int, order: Sequence[int]) -> None:
     """Closes so many places: vacant ones first, then empty ones, then those in use in this order."""
     closed = [*sorted(pages.barred, reverse=True), *sorted(pages.vacant, reverse=True)][:count]
     pages.barred.difference_update(closed)
@@ -39,7 +40,7 @@ def shrink(pages: Pages, count: int, order: Ids) -> None:
     pages.closed.update(closed)
     count -= len(closed)
     empty = [place for place in pages.idle if place not in pages.failing]
-    used = [place for place in order.tolist() if pages.segments[place] is not None and place not in pages.idle]
+    used = [place for place in order if pages.segments[place] is not None and place not in pages.idle]
     for place in (*empty, *used)[:count]:
         pages.closing.add(place)
         pages.failing.add(place)
@@ -53,10 +54,11 @@ def free_bad(pages: Pages) -> None:
         pages.acquit(bad)
 
 
-def keep(pages: Pages) -> None:
-    """The places that are still closing stay."""
-    pages.failing -= pages.closing
-    pages.closing.clear()
+def keep(pages: Pages) -> int:
+    """The places that are still closing stay. Returns how many there are."""
+    kept, pages.closing = pages.closing, set()
+    pages.failing -= kept
+    return len(kept)
 
 
 def end_closed(pages: Pages) -> list[int]:

@@ -11,6 +11,7 @@ import asyncio
 
 from tierd.cache.cache import Cache
 from tierd.core.formats.model import TierSpec
+from tierd.core.plan import Ids
 from tierd.tiers.arena.arena import Arena
 from tierd.units import format_bytes
 
@@ -36,12 +37,12 @@ async def shrink(cache: Cache, tier: Arena, places: int) -> tuple[int, str]:
     """Takes so many segments from a tier. Returns how many are gone, and why not all; the caller
     sets the spec."""
     tuning, position, loop = cache.core.tuning, tier.position, asyncio.get_running_loop()
-    tuning.close_places(position, places)
+    tuning.close_places(position, places, await _order(cache, position))
     gone, still_since, before = 0, loop.time(), (-1, -1)
     while True:
         cache.process_notices(None)  # releases that wait
         left = await _empty(cache, position)
-        ended, closed = tuning.end_closed(position), places - tuning.places_left(position)
+        ended, closed = tuning.end_closed(position), places - len(tuning.closing(position))
         await tier.shrink(closed - gone, ended)
         gone = closed
         if (left, gone) != before:
@@ -61,17 +62,32 @@ async def shrink(cache: Cache, tier: Arena, places: int) -> tuple[int, str]:
     )
 
 
+async def _order(cache: Cache, position: int) -> list[int]:
+    """The places in use, the best to close first."""
+    tuning, ranks = cache.core.tuning, dict[int, tuple[bool, float]]()
+    for place in tuning.used_places(position):
+        ranks[place] = tuning.rank(position, place)
+        await asyncio.sleep(0)
+    return sorted(ranks, key=ranks.__getitem__)
+
+
 async def _empty(cache: Cache, position: int) -> int:
     """Saves and evicts the blocks of closing segments. Returns how many stay: they are pinned."""
-    core, now, stayed = cache.core, cache.clock.now, 0
-    blocks = core.tuning.closing(position)
-    for begun in range(0, len(blocks), PIECE_BLOCKS):
-        piece = core.tuning.tracked(position, blocks[begun : begun + PIECE_BLOCKS])
-        plan = core.tuning.save(position, piece, now())
-        cache.flights.start(plan)
-        await cache.flights.landed(plan, timeout_s=STILL_S)
-        piece = core.tuning.tracked(position, piece)
-        cache.flights.start(core.evict(piece, tier=position, now=now()))
-        stayed += len(core.tuning.tracked(position, piece))
-        await asyncio.sleep(0)
+    tuning, stayed = cache.core.tuning, 0
+    for place in tuning.closing(position):
+        blocks = tuning.blocks_at(position, place)
+        for begun in range(0, len(blocks), PIECE_BLOCKS):
+            stayed += await _evict(cache, position, blocks[begun : begun + PIECE_BLOCKS])
+            await asyncio.sleep(0)
     return stayed
+
+
+async def _evict(cache: Cache, position: int, blocks: Ids) -> int:
+    """Saves and evicts some blocks. Returns how many stay."""
+    core, now = cache.core, cache.clock.now
+    plan = core.tuning.save(position, core.tuning.tracked(position, blocks), now())
+    cache.flights.start(plan)
+    await cache.flights.landed(plan, timeout_s=STILL_S)
+    blocks = core.tuning.tracked(position, blocks)
+    cache.flights.start(core.evict(blocks, tier=position, now=now()))
+    return len(core.tuning.tracked(position, blocks))
