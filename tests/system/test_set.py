@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner
 
+from tests.system import test_encoded_stores as encoded
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tests.system.sdk import SMALL, put, right
@@ -166,6 +167,34 @@ def test_policies_and_limits_change_under_load(daemon: Daemon) -> None:
             worker.join()
     assert not wrong
     assert "Traceback" not in daemon.log
+
+
+def test_a_codec_changes_while_blocks_are_stored() -> None:
+    """Blocks stored before, during and after changes of the codec come back exact."""
+    config = encoded.CONFIG.format(codec="").replace("16 MiB", "48 MiB")
+    with Daemon(config) as daemon, Client(daemon.target) as client, RawClient(daemon.target) as operator:
+        space, done, stored = client.open_namespace(encoded.SPEC), threading.Event(), list[int]()
+
+        def store() -> None:
+            while not done.is_set() and len(stored) < 300:
+                seed = len(stored)
+                encoded.stored(client, space, encoded.blocks(seed, 3), chain(seed, 3))
+                stored.append(seed)
+
+        worker = threading.Thread(target=store)
+        worker.start()
+        for codec in ("lossless", "", "rot-8-4", "lossless", "int8", ""):
+            seen = len(stored)
+            change(operator, {"nvme.0.codec": codec})
+            await_true(lambda seen=seen: len(stored) > seen + 2 or not worker.is_alive(), "puts go on")  # type: ignore[misc]
+        done.set()
+        worker.join()
+        encoded.evict(daemon)
+        for seed in stored:
+            assert encoded.off(encoded.got(client, space, chain(seed, 3)), encoded.blocks(seed, 3)) == [0.0] * 3
+        assert len(stored) > 12 and "Traceback" not in daemon.log
+        counts = operator.call(operator.admin.Namespaces, apb.NamespacesRequest()).namespaces[0].encoding
+    assert 0 < counts.blocks < 3 * len(stored)
 
 
 def test_the_verb_shows_what_it_did(daemon: Daemon) -> None:
