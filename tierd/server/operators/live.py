@@ -24,8 +24,8 @@ from tierd.errors import ConfigError, TierdError
 from tierd.live_settings import Change, differences, only_live, with_changes
 from tierd.server.assembly import Assembly, codecs_of, limits_of, patience_of, specs_of, tolerance_of
 from tierd.server.operators.resizing import grow, places_of, shrink
-from tierd.tiers.arena.arena import Arena
 from tierd.tiers.store.nvme import NvmeStore
+from tierd.tiers.tier import MappedTier, is_mapped
 
 log = structlog.get_logger(__name__)
 
@@ -117,12 +117,12 @@ class LiveSettings:
             logs.configure(style=new.server.log_format, level=new.server.log_level)  # does not hide the lines above
         return Changed(changes, notes)
 
-    def _resized(self, new: Config) -> list[tuple[Arena, int, int]]:
+    def _resized(self, new: Config) -> list[tuple[MappedTier, int, int]]:
         """The host tiers whose capacity changes: index, and how many places they get or lose. Raises
         ConfigError for an unknown policy or codec."""
         pairs = zip(self._daemon.tiers, specs_of(new), strict=True)
         found = [(tier, spec.index, places_of(spec) - places_of(tier.spec)) for tier, (spec, _) in pairs]
-        return [(tier, index, places) for tier, index, places in found if places and isinstance(tier, Arena)]
+        return [(tier, index, places) for tier, index, places in found if places and is_mapped(tier)]
 
     async def _shrink(self, new: Config) -> tuple[Config, list[str]]:
         """Takes memory from tiers. Returns the config with the capacities that were reached, and why

@@ -12,7 +12,7 @@ import asyncio
 from tierd.cache.cache import Cache
 from tierd.core.formats.model import TierSpec
 from tierd.core.plan import Ids
-from tierd.tiers.arena.arena import Arena
+from tierd.tiers.tier import MappedTier
 from tierd.units import format_bytes
 
 STILL_S = 3.0
@@ -26,14 +26,14 @@ def places_of(spec: TierSpec) -> int:
     return spec.capacity_bytes // spec.segment_bytes
 
 
-def grow(cache: Cache, tier: Arena, places: int) -> None:
+def grow(cache: Cache, tier: MappedTier, places: int) -> None:
     """Gives a tier so many more segments. The caller has checked that there is memory, and sets the
     spec at once."""
     cache.core.tuning.open_places(tier.position, places)
     tier.grow(places)
 
 
-async def shrink(cache: Cache, tier: Arena, places: int) -> tuple[int, str]:
+async def shrink(cache: Cache, tier: MappedTier, places: int) -> tuple[int, str]:
     """Takes so many segments from a tier. Returns how many are gone, and why not all; the caller
     sets the spec."""
     tuning, position, loop = cache.core.tuning, tier.position, asyncio.get_running_loop()

@@ -142,8 +142,7 @@ class Arena(SegmentBooks[memoryview]):
         self._data.grow(places)
 
     async def shrink(self, places: int, segments: Sequence[int]) -> None:
-        """Free the memory of so many places; segments: those that ended there. Clients that map a
-        segment keep its bytes until they unmap it."""
+        """Free the memory of so many places, and of the segments that ended there."""
         self._close(segments)
         await asyncio.to_thread(self._data.shrink, places)
 
