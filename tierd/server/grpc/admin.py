@@ -221,7 +221,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return await self._about.wear.reply()
 
     async def Set(self, request: pb.SetRequest, context: Any) -> pb.SetReply:
-        live, rows = self._about.live, self._about.sessions()
+        live = self._about.live
         if not request.settings:
             listed = (setting for setting in settings_of(live.config) if setting.is_live)
             return pb.SetReply(
@@ -230,7 +230,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     for s in listed
                 ]
             )
-        who = next({"uid": r.uid, "pid": r.pid, "tenant": r.tenant} for r in rows if r.id == CALLER.get().session)
+        rows = [row for row in self._about.sessions() if row.id == CALLER.get().session]
+        who = {"uid": rows[0].uid, "pid": rows[0].pid, "tenant": rows[0].tenant} if rows else {}
         try:
             changed = await live.set(request.settings, is_check=request.check, who=who)
         except ConfigError as error:

@@ -81,6 +81,8 @@ class LiveSettings:
                     await self.reload(await asyncio.to_thread(reread))
                 except TierdError as error:
                     log.warning("configuration not taken over; nothing changed", error=str(error))
+                except Exception:  # the next signal tries again
+                    log.exception("configuration not taken over")
 
         task = asyncio.create_task(reload_for_ever())
         try:

@@ -36,30 +36,38 @@ def grow(cache: Cache, tier: MappedTier, places: int) -> None:
 async def shrink(cache: Cache, tier: MappedTier, places: int) -> tuple[int, str]:
     """Takes so many segments from a tier. Returns how many are gone, and why not all; the caller
     sets the spec."""
-    tuning, position, loop = cache.core.tuning, tier.position, asyncio.get_running_loop()
+    tuning, position = cache.core.tuning, tier.position
     tuning.close_places(position, places, await _order(cache, position))
-    gone, still_since, before = 0, loop.time(), (-1, -1)
-    while True:
-        cache.process_notices(None)  # releases that wait
-        left = await _empty(cache, position)
-        ended, closed = tuning.end_closed(position), places - len(tuning.closing(position))
-        await tier.shrink(closed - gone, ended)
-        gone = closed
-        if (left, gone) != before:
-            before, still_since = (left, gone), loop.time()
-        if gone == places or loop.time() - still_since > STILL_S:
-            break
-        await asyncio.sleep(LOOK_S)
-    if gone == places:
+    try:
+        freed = await _close(cache, tier, places)
+    finally:
+        holders, kept = tuning.holders(position), tuning.keep_places(position)
+    gone = places - kept
+    await tier.shrink(gone - freed, tuning.end_closed(position))
+    if not kept:
         return gone, ""
-    holders = tuning.holders(position)
-    kept = tuning.keep_places(position)
     size, wanted = (format_bytes((places_of(tier.spec) - n) * tier.spec.segment_bytes) for n in (gone, places))
     by = f"sessions {', '.join(map(str, holders))} (`tierctl sessions`)" if holders else "operators' pins"
-    return (
-        gone,
-        f"{tier.spec.name}: shrunk to {size}, not to {wanted}; {kept} segments are held by {by}; set it again later",
-    )
+    why = f"shrunk to {size}, not to {wanted}; {kept} segments are held by {by}; set it again later"
+    return gone, f"{tier.spec.name}: {why}"
+
+
+async def _close(cache: Cache, tier: MappedTier, places: int) -> int:
+    """Empties closing places and frees their memory, until none is left or nothing moves any more.
+    Returns how many were freed."""
+    tuning, position, loop = cache.core.tuning, tier.position, asyncio.get_running_loop()
+    freed, still_since, before = 0, loop.time(), (-1, -1)
+    while True:
+        cache.process_notices(None)  # releases that wait
+        pinned = await _empty(cache, position)
+        ended, closed = tuning.end_closed(position), places - len(tuning.closing(position))
+        await tier.shrink(closed - freed, ended)
+        freed = closed
+        if (pinned, freed) != before:
+            before, still_since = (pinned, freed), loop.time()
+        if freed == places or loop.time() - still_since > STILL_S:
+            return freed
+        await asyncio.sleep(LOOK_S)
 
 
 async def _order(cache: Cache, position: int) -> list[int]:
