@@ -12,6 +12,7 @@ import pytest
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tests.system.sdk import SMALL, arena_files, put, right
+from tests.system.test_set import request
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.client import Client, OpenedNamespace
@@ -33,7 +34,7 @@ def config(size: int, *, store: bool = True) -> str:
 def resize(daemon: Daemon, size: int) -> list[str]:
     """Sets the host tier's capacity in segments. Returns what was not reached."""
     with RawClient(daemon.target) as operator:
-        answer = operator.call(operator.admin.Set, apb.SetRequest(settings={"host.0.capacity": str(size * SEGMENT)}))
+        answer = operator.call(operator.admin.Set, request({"host.0.capacity": str(size * SEGMENT)}))
     return list(answer.notes)
 
 
@@ -115,9 +116,9 @@ def test_a_tier_grows() -> None:
 def test_a_tier_that_does_not_fit_stays() -> None:
     """A capacity beyond the machine's memory is refused with the remedy, and nothing changes."""
     with Daemon(config(4)) as daemon, RawClient(daemon.target) as operator:
-        request = apb.SetRequest(settings={"host.0.capacity": "800 TiB", "server.call_timeout": "1 s"})
-        assert operator.error_of(operator.admin.Set, request) == "InvalidArgument"
-        assert operator.error_of(operator.admin.Set, apb.SetRequest(settings=request.settings, check=True))
+        wanted = {"host.0.capacity": "800 TiB", "server.call_timeout": "1 s"}
+        for check in (True, False):
+            assert operator.error_of(operator.admin.Set, request(wanted, check=check)) == "InvalidArgument"
         assert capacity(daemon) == 4 and "setting changed" not in daemon.log
 
 

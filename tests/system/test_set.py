@@ -49,9 +49,14 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
+def request(settings: dict[str, str], *, check: bool = False) -> apb.SetRequest:
+    """A change of these settings."""
+    return apb.SetRequest(settings=[apb.SettingValue(name=k, value=v) for k, v in settings.items()], check=check)
+
+
 def change(operator: RawClient, settings: dict[str, str], *, check: bool = False) -> dict[str, tuple[str, str]]:
     """Before and after of each setting that differs."""
-    answer = operator.call(operator.admin.Set, apb.SetRequest(settings=settings, check=check))
+    answer = operator.call(operator.admin.Set, request(settings, check=check))
     return {row.name: (row.before, row.after) for row in answer.changes}
 
 
@@ -98,7 +103,7 @@ def test_one_wrong_setting_changes_none(daemon: Daemon, wrong: dict[str, str], s
     """A setting that is refused leaves the right ones beside it as they were; so does a check."""
     before, right_one = values(daemon), {"server.call_timeout": "5 s"}
     with RawClient(daemon.target) as operator:
-        assert operator.error_of(operator.admin.Set, apb.SetRequest(settings=right_one | wrong)) == said
+        assert operator.error_of(operator.admin.Set, request(right_one | wrong)) == said
         assert change(operator, right_one, check=True) == {"server.call_timeout": ("30.0", "5.0")}
     assert values(daemon) == before and "setting changed" not in daemon.log
 

@@ -831,20 +831,21 @@ class CeilingReply(_message.Message):
     trouble: str
     def __init__(self, windows: _Optional[_Iterable[_Union[CeilingWindow, _Mapping]]] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
 
+class SettingValue(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
 class SetRequest(_message.Message):
     __slots__ = ("settings", "check")
-    class SettingsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
-    settings: _containers.ScalarMap[str, str]
+    settings: _containers.RepeatedCompositeFieldContainer[SettingValue]
     check: bool
-    def __init__(self, settings: _Optional[_Mapping[str, str]] = ..., check: bool = ...) -> None: ...
+    def __init__(self, settings: _Optional[_Iterable[_Union[SettingValue, _Mapping]]] = ..., check: bool = ...) -> None: ...
 
 class SettingChange(_message.Message):
     __slots__ = ("name", "before", "after")

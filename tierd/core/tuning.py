@@ -118,7 +118,7 @@ class Tuning:
         blocks = pages_of.block[pages_of.pages_of(place)].astype(np.int64)
         pages = self._index.readable(tier, blocks)
         blocks = blocks[(pages >= 0) & (pages_of.place[pages] == place)]
-        return blocks[np.lexsort((-found.position[blocks].astype(np.int64), found.last_used[blocks]))]
+        return np.asarray(blocks[np.lexsort((-found.position[blocks].astype(np.int64), found.last_used[blocks]))])
 
     def save(self, tier: int, blocks: Ids, now: float) -> Plan:
         """Writes to the next tier what is in this one alone, as demotion does."""

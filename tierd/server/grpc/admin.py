@@ -233,7 +233,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         rows = [row for row in self._about.sessions() if row.id == CALLER.get().session]
         who = {"uid": rows[0].uid, "pid": rows[0].pid, "tenant": rows[0].tenant} if rows else {}
         try:
-            changed = await live.set(request.settings, is_check=request.check, who=who)
+            texts = {setting.name: setting.value for setting in request.settings}
+            changed = await live.set(texts, is_check=request.check, who=who)
         except ConfigError as error:
             raise InvalidArgument(str(error)) from None
         changes = [pb.SettingChange(**change._asdict()) for change in changed.changes]

@@ -150,9 +150,9 @@ class LiveSettings:
 
     async def _apply(self, new: Config) -> None:
         daemon, cache = self._daemon, self._daemon.cache
-        for tier, _, places in self._resized(new):
+        for growing, _, places in self._resized(new):
             if places > 0:
-                grow(cache, tier, places)
+                grow(cache, growing, places)
         daemon.config = new
         cache.core.tuning.set_session_share(new.server.session_share)
         self._apply_server(new.server)
