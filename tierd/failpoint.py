@@ -34,6 +34,8 @@ POINTS: Mapping[str, str] = {
     "arena.begin.before_catalogue": "a segment has its memory, but no catalogue",
     "arena.begin.before_discard": "a recovered segment ends, its file still exists",
     "arena.begin.before_rename": "the old segment's catalogue is removed, its file has the old name",
+    "arena.close.before_catalogue": "a segment is taken from the tier, its files still exist",
+    "arena.close.before_discard": "a segment taken from the tier has no catalogue, its data file still exists",
     "arena.names.before_append": "a namespace is new to the arena",
     "arena.open.after_recovery": "the surviving segments are mapped",
     "arena.open.before_recovery": "the arena's lock is taken",

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tierd.config import check, validated
+from tierd.config import HostConfig, check, validated
 from tierd.errors import ConfigError
 from tierd.settings import SECTIONS, TIER_SECTIONS, Config, bounds, toml_value
 
@@ -93,6 +93,8 @@ def with_changes(config: Config, texts: Mapping[str, str]) -> Config:
         table = plain[section][int(index[0])] if index else plain[section]
         table[key] = _value(text)
     changed = validated(plain)
+    hosts = (dataclasses.replace(host, capacity=_whole_segments(host)) for host in changed.host)
+    changed = dataclasses.replace(changed, host=tuple(hosts))
     check(changed)
     return changed
 
@@ -119,6 +121,11 @@ def only_live(before: Config, after: Config) -> Config:
     """`before` with the live settings of `after`, checked. Raises ConfigError."""
     live, _ = differences(before, after)
     return with_changes(before, {change.name: change.after for change in live})
+
+
+def _whole_segments(host: HostConfig) -> int:
+    """The capacity, rounded down to whole segments; at least one."""
+    return max(1, host.capacity // host.segment) * host.segment
 
 
 def _value(text: str) -> Any:

@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from tierd.core.formats.model import PAGE_ALIGN_BYTES
-from tierd.tier_settings import CLOSED, DeviceConfig, HostConfig, NvmeConfig, Rate, Seconds, key
+from tierd.tier_settings import CLOSED, DeviceConfig, HostConfig, NvmeConfig, Rate, Seconds, key, live_key
 from tierd.units import format_bytes
 
 
@@ -37,20 +37,19 @@ class ServerConfig:
         "$XDG_STATE_HOME/tierd, else /var/lib/tierd, else ~/.local/state/tierd.",
         unit="path",
     )
-    session_limit: int = key(
-        256, "Open sessions at most; the daemon refuses more.", unit="sessions", least=1, most=65536, live=True
+    session_limit: int = live_key(
+        256, "Open sessions at most; the daemon refuses more.", unit="sessions", least=1, most=65536
     )
-    queue_limit: int = key(
-        256, "Calls in progress at most; the daemon refuses more.", unit="calls", least=1, most=65536, live=True
+    queue_limit: int = live_key(
+        256, "Calls in progress at most; the daemon refuses more.", unit="calls", least=1, most=65536
     )
-    session_credits: int = key(
+    session_credits: int = live_key(
         64,
         "Calls that one session may have in progress, at most half of queue_limit. The daemon tells it "
         "to each client. It refuses more, and disconnects a client that keeps exceeding it.",
         unit="calls",
         least=1,
         most=65536,
-        live=True,
     )
     max_batch_blocks: int = key(
         65536,
@@ -60,7 +59,7 @@ class ServerConfig:
         least=1,
         most=100_000,
     )
-    call_timeout: Seconds = key("30 s", "Deadline of calls that set none.", unit="seconds", least=0.001, live=True)
+    call_timeout: Seconds = live_key("30 s", "Deadline of calls that set none.", unit="seconds", least=0.001)
     shutdown_deadline: Seconds = key(
         "10 s",
         "At shutdown the daemon waits this long for calls and transfers, then cancels them.",
@@ -79,13 +78,12 @@ class ServerConfig:
         unit="seconds",
         least=0.1,
     )
-    session_share: float = key(
+    session_share: float = live_key(
         0.5,
         "Share of a tier that one session may hold pinned and reserved.",
         unit="share of capacity",
         least=0.01,
         most=1.0,
-        live=True,
     )
     clock: Literal["monotonic", "replay"] = key(
         "monotonic",
@@ -107,7 +105,7 @@ class ServerConfig:
         "the engines of sessions, without tenants, names, models, hashes or tokens.",
     )
     log_format: Literal["console", "json"] = key("console", "Log lines as text, or one JSON object a line.")
-    log_level: Literal["debug", "info", "warning", "error"] = key("info", "The lowest level that is logged.", live=True)
+    log_level: Literal["debug", "info", "warning", "error"] = live_key("info", "The lowest level that is logged.")
     ceiling: bool = key(
         True,
         "Estimate the hit ratio that more memory would give, for `tierctl ceiling`. It takes up to 30 MiB.",
@@ -149,50 +147,43 @@ class IdentityConfig:
 class MoverConfig:
     """Transfers between tiers."""
 
-    transfer_limit: int = key(
+    transfer_limit: int = live_key(
         1024,
         "Transfers in flight on each link between two tiers. Others queue, demand first.",
         unit="transfers",
         least=1,
         most=65536,
-        live=True,
     )
-    queue_time: Seconds = key(
+    queue_time: Seconds = live_key(
         "2 s",
         "Reads from a far tier that would wait longer, or longer than half of their deadline, are "
         "refused with a hint. One session and prefetches get half of the queue each.",
         unit="seconds",
         least=0.001,
-        live=True,
     )
-    queue_blocks: int = key(
-        16384, "Blocks that may queue for reads from one far tier.", unit="blocks", least=1, most=10**7, live=True
+    queue_blocks: int = live_key(
+        16384, "Blocks that may queue for reads from one far tier.", unit="blocks", least=1, most=10**7
     )
-    batch_blocks: int = key(
-        128, "Blocks in one read or write of a tier, 32 MiB at most.", unit="blocks", least=1, most=4096, live=True
+    batch_blocks: int = live_key(
+        128, "Blocks in one read or write of a tier, 32 MiB at most.", unit="blocks", least=1, most=4096
     )
     hash_threads: int = key(2, "Threads that hash, verify and copy blocks.", unit="threads", least=1, most=256)
-    prefetch_on_lookup: bool = key(
-        True, "A Lookup without an intent starts to load the far blocks that it finds.", live=True
-    )
-    prefetch_share: float = key(
-        0.5, "Most of a link, and of a tier for blocks not used yet.", least=0, most=1, live=True
-    )
+    prefetch_on_lookup: bool = live_key(True, "A Lookup without an intent starts to load the far blocks that it finds.")
+    prefetch_share: float = live_key(0.5, "Most of a link, and of a tier for blocks not used yet.", least=0, most=1)
 
 
 @dataclass(frozen=True, config=CLOSED)
 class ScrubConfig:
     """The background check of all held pages, and the handling of bad ones."""
 
-    period: Seconds = key(
-        "24 h", "Every block is verified once per period. 0: only on `tierctl scrub`.", unit="seconds", live=True
+    period: Seconds = live_key(
+        "24 h", "Every block is verified once per period. 0: only on `tierctl scrub`.", unit="seconds"
     )
-    bandwidth: Rate = key(
+    bandwidth: Rate = live_key(
         "100 MiB/s",
         "Limit over all tiers. If a pass takes longer than the period, the daemon logs it once.",
         unit="bytes per second",
         least=PAGE_ALIGN_BYTES,
-        live=True,
     )
     quarantine_share: float = key(
         0.05,

@@ -66,7 +66,8 @@ class EncodingCounts:
 class StoreCodecs:
     """The daemon's codecs; `core.forms.Forms` for its core.
 
-    codecs: by tier position; another mapping may take its place. namespace_of: by id of any rank. calibrations: by the file's stem.
+    codecs: by tier position; may be replaced. namespace_of: by id of any rank. calibrations: by the
+    file's stem.
     """
 
     codecs: Mapping[int, Codec]

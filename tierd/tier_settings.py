@@ -27,56 +27,46 @@ DAYS_PER_YEAR = 365.0
 CLOSED = ConfigDict(extra="forbid", validate_default=True)
 
 
-def key(
-    default: Any,
-    meaning: str,
-    *,
-    unit: str = "",
-    least: float | None = None,
-    most: float | None = None,
-    live: bool = False,
-) -> Any:
-    """A setting: its default as written in TOML, meaning, unit and bounds (both inclusive).
-
-    live: a running daemon can change it.
-    """
+def key(default: Any, meaning: str, *, unit: str = "", least: float | None = None, most: float | None = None) -> Any:
+    """A setting: its default as written in TOML, meaning, unit and bounds (both inclusive)."""
     strict = True if isinstance(default, int | float) else None  # no "3" for 3, no 1 for true
-    extra: dict[str, Any] = {"unit": unit, "live": live}
-    return Field(default=default, strict=strict, description=meaning, ge=least, le=most, json_schema_extra=extra)
+    return Field(
+        default=default, strict=strict, description=meaning, ge=least, le=most, json_schema_extra={"unit": unit}
+    )
+
+
+def live_key(default: Any, meaning: str, **more: Any) -> Any:
+    """A `key` that a running daemon can change (`tierd/server/operators/live.py`)."""
+    setting = key(default, meaning, **more)
+    setting.json_schema_extra["live"] = True
+    return setting
 
 
 def _high_watermark() -> Any:
-    return key(
+    return live_key(
         0.80,
         "Above this fill level the coldest blocks are copied to the next tier in the background. "
         "They stay here until space is needed.",
         unit="share of capacity",
         least=0.0,
         most=1.0,
-        live=True,
     )
 
 
 def _low_watermark() -> Any:
-    return key(
-        0.70,
-        "Background copying continues down to this fill level.",
-        unit="share of capacity",
-        least=0.0,
-        most=1.0,
-        live=True,
+    return live_key(
+        0.70, "Background copying continues down to this fill level.", unit="share of capacity", least=0.0, most=1.0
     )
 
 
 def _headroom() -> Any:
-    return key(
+    return live_key(
         0.0,
         "Share of the capacity that the daemon keeps free: between requests it evicts the coldest blocks. "
         "New blocks then displace nothing of more value.",
         unit="share of capacity",
         least=0.0,
         most=0.9,
-        live=True,
     )
 
 
@@ -93,10 +83,8 @@ def _segment() -> Any:
 
 
 def _eviction() -> Any:
-    return key(
-        "reuse-index",
-        "Policy that chooses which blocks to evict. tierd/policies/README.md describes them.",
-        live=True,
+    return live_key(
+        "reuse-index", "Policy that chooses which blocks to evict. tierd/policies/README.md describes them."
     )
 
 
@@ -142,7 +130,7 @@ class DeviceConfig:
 class HostConfig:
     """Host memory, mapped by the clients."""
 
-    capacity: Bytes = key("512 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
+    capacity: Bytes = live_key("512 MiB", "Memory of the tier.", unit="bytes", least=PAGE_ALIGN_BYTES)
     segment: SegmentSize = _segment()
     arena_dir: str = key(
         "",
@@ -187,12 +175,11 @@ class NvmeConfig:
         least=0,
         most=3,
     )
-    codec: str = key(
+    codec: str = live_key(
         "",
         'Codec of the stored blocks, such as "lossless" or "rot-8-4"; `tierctl codecs` lists them. Empty: blocks stay '
         "as they are. A lossy one is used for namespaces whose clients accept an error.",
         unit="codec",
-        live=True,
     )
     queue_depth: int = key(
         16,
@@ -206,7 +193,7 @@ class NvmeConfig:
         "Overwrite new space with zeros once, while the disk is idle: first writes take twice as long "
         "otherwise. Not done if writes are limited (wear_budget, endurance).",
     )
-    fault_limit: int = key(
+    fault_limit: int = live_key(
         8,
         "That many failed reads, failed writes or corrupt blocks within fault_window stop writes to the "
         "store. That many failed reads in a row stop reads too. 0: no such limit. "
@@ -214,45 +201,37 @@ class NvmeConfig:
         unit="faults",
         least=0,
         most=10**6,
-        live=True,
     )
-    fault_window: Seconds = key("10 min", "The window of fault_limit.", unit="seconds", least=1.0, live=True)
-    hang_limit: Seconds = key(
+    fault_window: Seconds = live_key("10 min", "The window of fault_limit.", unit="seconds", least=1.0)
+    hang_limit: Seconds = live_key(
         "5 s",
         "If a read, write or sync takes longer, the store is out of service until the call returns.",
         unit="seconds",
         least=0.1,
-        live=True,
     )
-    retry_pause: Seconds = key(
-        "0.5 s",
-        "Wait before retrying a failed store. Doubles after each failure.",
-        unit="seconds",
-        least=0.01,
-        live=True,
+    retry_pause: Seconds = live_key(
+        "0.5 s", "Wait before retrying a failed store. Doubles after each failure.", unit="seconds", least=0.01
     )
-    retry_pause_limit: Seconds = key("2 s", "The longest wait before a retry.", unit="seconds", least=0.01, live=True)
+    retry_pause_limit: Seconds = live_key("2 s", "The longest wait before a retry.", unit="seconds", least=0.01)
     high_watermark: float = _high_watermark()
     low_watermark: float = _low_watermark()
     headroom: float = _headroom()
     eviction: str = _eviction()
-    admission: Literal["learned", "all", "second-touch", "tinylfu"] = key(
+    admission: Literal["learned", "all", "second-touch", "tinylfu"] = live_key(
         "learned",
         "Which blocks are written to the store. learned: blocks likely to be used again, as the wear "
         "budget allows. all: every block. second-touch: blocks used twice. tinylfu: blocks used often. "
         "Short last blocks are never written, except by durable puts.",
-        live=True,
     )
-    wear_budget: Bytes = key(
+    wear_budget: Bytes = live_key(
         0,
         "Bytes of blocks written a day at most. Unused budget accumulates for wear_burst. "
         "0: from endurance_dwpd or endurance_tbw, else no limit.",
         unit="bytes per day",
         most=10**18,
-        live=True,
     )
-    wear_burst: Seconds = key(
-        "6 h", "Unused write budget accumulates for this long.", unit="seconds", least=1.0, most=7 * 86400.0, live=True
+    wear_burst: Seconds = live_key(
+        "6 h", "Unused write budget accumulates for this long.", unit="seconds", least=1.0, most=7 * 86400.0
     )
     endurance_dwpd: float = key(
         0.0,

@@ -109,8 +109,8 @@ class Memory:
 class _Supply:
     """Memory for segments: ready at once for every other segment, unless memory is short."""
 
-    def __init__(self, spec: TierSpec, *, memory: Memory, watch: Watch) -> None:
-        self._spec, self._memory, self._watch = spec, memory, watch
+    def __init__(self, arena: SimArena) -> None:
+        self._arena, self._memory, self._watch = arena, arena.memory, arena.watch
 
     def find_ready(self, segment: int) -> DataFile | None:
         return None if segment % 2 or self._watch.is_short() else self._make(segment)
@@ -129,9 +129,10 @@ class _Supply:
         self._memory.data.pop(segment, None)
 
     def _make(self, segment: int) -> DataFile:
-        if len(self._memory.data) >= self._spec.capacity_bytes // self._spec.segment_bytes:
-            self._watch.fail(f"{self._spec.name}: segment {segment} is given memory beyond the tier's capacity")
-        made = self._memory.data[segment] = DataFile(memoryview(mmap.mmap(-1, self._spec.segment_bytes)))
+        spec = self._arena.spec
+        if len(self._memory.data) >= self._arena.places:
+            self._watch.fail(f"{spec.name}: segment {segment} is given memory beyond the tier's capacity")
+        made = self._memory.data[segment] = DataFile(memoryview(mmap.mmap(-1, spec.segment_bytes)))
         return made
 
 
@@ -145,7 +146,8 @@ class SimArena(segments.SegmentBooks[DataFile]):
         self.born = memory.marks.next_generation
         """Pages of lower generations belong to former lives."""
         self._marks = memory.marks
-        self._data = _Supply(spec, memory=memory, watch=watch)
+        self._data = _Supply(self)
+        self.places = spec.capacity_bytes // spec.segment_bytes
 
     # -- life
 
@@ -183,6 +185,21 @@ class SimArena(segments.SegmentBooks[DataFile]):
         """Keeps the record at once."""
         if record not in self.memory.names:
             self.memory.names.append(record)
+
+    def check_growth(self, spec: TierSpec) -> None:
+        """Does nothing: there is memory enough."""
+
+    def grow(self, places: int) -> None:
+        """Allows so many more segments."""
+        self.places += places
+
+    async def shrink(self, places: int, segments: Sequence[int]) -> None:
+        """Drops the segments, as the arena does, and allows fewer."""
+        self._close(segments)
+        await asyncio.sleep(0)
+        self.places -= places
+        if len(self.memory.data) > self.places:
+            self.watch.fail(f"{self.spec.name}: {len(self.memory.data)} segments have memory, {self.places} may")
 
     # -- decisions
 

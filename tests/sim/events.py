@@ -225,6 +225,9 @@ class Happenings:
         live = self._world.serving().live
         names = [s.name for s in settings_of(live.config) if s.is_live and s.name.rpartition(".")[2] in SETTINGS]
         chosen = {name: rng.choice(SETTINGS[name.rpartition(".")[2]]) for name in rng.sample(names, 3)}
+        if rng.random() < 0.5:
+            host = live.config.host[0]
+            chosen["host.0.capacity"] = str(rng.randint(3, self._world.machine.host_segments) * host.segment)
         await live.set(chosen, is_check=False, who={})
 
     async def _do_evict(self, operator: Operator, rng: random.Random) -> None:

@@ -52,12 +52,15 @@ ONCE = {
 OF_A_GPU = {name for name in POINTS if name.startswith(("cuda.", "mover.device.", "mover.direct."))}
 """Only a device tier of kind cuda passes these: see `test_device_tier_deaths.py`."""
 ELSEWHERE = {
+    "arena.close.before_catalogue",
+    "arena.close.before_discard",
     "cache.acquire.before_promise",
     "loads_by_layer.note.before_note",
     "mover.load.before_decode",
     "mover.store.before_encode",
 }
-"""Large blocks and encoded stores alone pass these: see `test_by_layer.py`, `test_encoded_stores.py`."""
+"""Passed by large blocks, encoded stores and a tier that shrinks: see `test_by_layer.py`,
+`test_encoded_stores.py`, `test_resize.py`."""
 CHOSEN = (
     "arena.publish.before_seal",
     "cache.commit.before_hold",

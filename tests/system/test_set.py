@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 from click.testing import CliRunner
 
+from tests.system import test_encoded_stores as encoded
 from tests.system.blocks import await_true
 from tests.system.raw import RawClient
 from tests.system.sdk import SMALL, put, right
@@ -48,9 +49,14 @@ def daemon() -> Iterator[Daemon]:
         yield running
 
 
+def request(settings: dict[str, str], *, check: bool = False) -> apb.SetRequest:
+    """A change of these settings."""
+    return apb.SetRequest(settings=[apb.SettingValue(name=k, value=v) for k, v in settings.items()], check=check)
+
+
 def change(operator: RawClient, settings: dict[str, str], *, check: bool = False) -> dict[str, tuple[str, str]]:
     """Before and after of each setting that differs."""
-    answer = operator.call(operator.admin.Set, apb.SetRequest(settings=settings, check=check))
+    answer = operator.call(operator.admin.Set, request(settings, check=check))
     return {row.name: (row.before, row.after) for row in answer.changes}
 
 
@@ -69,7 +75,7 @@ def hang_up(daemon: Daemon, config: str, said: str) -> None:
 
 
 def test_changes_hold_until_a_restart(daemon: Daemon) -> None:
-    """Settings change together and are listed; the log tells who changed what; a restart has the file's again."""
+    """Settings change together and are listed; the log has who changed them; a restart ends it."""
     with RawClient(daemon.target) as operator:
         changed = change(operator, {"server.log_level": "error", "host.0.high_watermark": "0.9"})
     assert changed == {"server.log_level": ('"info"', '"error"'), "host.0.high_watermark": ("0.8", "0.9")}
@@ -97,7 +103,7 @@ def test_one_wrong_setting_changes_none(daemon: Daemon, wrong: dict[str, str], s
     """A setting that is refused leaves the right ones beside it as they were; so does a check."""
     before, right_one = values(daemon), {"server.call_timeout": "5 s"}
     with RawClient(daemon.target) as operator:
-        assert operator.error_of(operator.admin.Set, apb.SetRequest(settings=right_one | wrong)) == said
+        assert operator.error_of(operator.admin.Set, request(right_one | wrong)) == said
         assert change(operator, right_one, check=True) == {"server.call_timeout": ("30.0", "5.0")}
     assert values(daemon) == before and "setting changed" not in daemon.log
 
@@ -119,12 +125,12 @@ def _refused(daemon: Daemon) -> str:
 
 
 def test_hang_up_reads_the_file_again(daemon: Daemon) -> None:
-    """SIGHUP takes over the live settings of a changed file and names the others; a bad file changes nothing."""
+    """SIGHUP takes over live settings of the file and names others; a bad file changes nothing."""
     better = CONFIG.replace("session_limit = 8", 'session_limit = 9\nclock = "replay"')
-    hang_up(daemon, better.replace("32 MiB", "64 MiB"), "configuration read again")
-    assert values(daemon)["server.session_limit"] == "9"
+    hang_up(daemon, better.replace("32 MiB", "64 MiB").replace("4 MiB", "6 MiB", 1), "configuration read again")
+    assert (values(daemon)["server.session_limit"], values(daemon)["host.0.capacity"]) == ("9", '"6 MiB"')
     line = next(line for line in daemon.log.splitlines() if "configuration read again" in line)
-    assert "['server.clock', 'nvme.0.capacity']" in line and "changed=1" in line
+    assert "['server.clock', 'nvme.0.capacity']" in line and "changed=2" in line
     before = values(daemon)
     for bad in ("[server]\nsession_limit = 0\n", "session_limit", "[server]\nsession_limit = 9000\n"):
         hang_up(daemon, bad, "nothing changed")
@@ -168,8 +174,36 @@ def test_policies_and_limits_change_under_load(daemon: Daemon) -> None:
     assert "Traceback" not in daemon.log
 
 
+def test_a_codec_changes_while_blocks_are_stored() -> None:
+    """Blocks stored before, during and after changes of the codec come back exact."""
+    config = encoded.CONFIG.format(codec="").replace("16 MiB", "48 MiB")
+    with Daemon(config) as daemon, Client(daemon.target) as client, RawClient(daemon.target) as operator:
+        space, done, stored = client.open_namespace(encoded.SPEC), threading.Event(), list[int]()
+
+        def store() -> None:
+            while not done.is_set() and len(stored) < 300:
+                seed = len(stored)
+                encoded.stored(client, space, encoded.blocks(seed, 3), chain(seed, 3))
+                stored.append(seed)
+
+        worker = threading.Thread(target=store)
+        worker.start()
+        for codec in ("lossless", "", "rot-8-4", "lossless", "int8", ""):
+            seen = len(stored)
+            change(operator, {"nvme.0.codec": codec})
+            await_true(lambda seen=seen: len(stored) > seen + 2 or not worker.is_alive(), "puts go on")  # type: ignore[misc]
+        done.set()
+        worker.join()
+        encoded.evict(daemon)
+        for seed in stored:
+            assert encoded.off(encoded.got(client, space, chain(seed, 3)), encoded.blocks(seed, 3)) == [0.0] * 3
+        assert len(stored) > 12 and "Traceback" not in daemon.log
+        counts = operator.call(operator.admin.Namespaces, apb.NamespacesRequest()).namespaces[0].encoding
+    assert 0 < counts.blocks < 3 * len(stored)
+
+
 def test_the_verb_shows_what_it_did(daemon: Daemon) -> None:
-    """`tierctl set` lists settings, shows before and after, checks without changing, and says how long it holds."""
+    """The verb lists settings, shows changes, checks without changing, and names what is wrong."""
 
     def run(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(ctl.cli, ["set", *arguments, "--target", daemon.target], prog_name="tierctl")

@@ -52,7 +52,7 @@ def test_values_are_read_as_in_a_file(name: str, text: str, value: Any) -> None:
     ],
 )
 def test_wrong_changes_are_refused_with_their_names(texts: dict[str, str], said: list[str]) -> None:
-    """A wrong name, a value out of bounds, contradicting settings and settings that need a restart are named."""
+    """Wrong names and values, contradictions and settings that need a restart are named."""
     with pytest.raises(ConfigError) as error:
         with_changes(CONFIG, texts)
     assert all(word in str(error.value) for word in said), error.value
@@ -87,6 +87,6 @@ def test_another_number_of_tiers_needs_a_restart() -> None:
 
 
 def test_every_live_setting_can_be_set_to_its_own_value() -> None:
-    """What the list shows is accepted again, and changes nothing."""
+    """A change to the shown values is accepted, and changes nothing."""
     shown = {s.name: s.text(s.value) for s in settings_of(CONFIG) if s.is_live}
     assert with_changes(CONFIG, shown) == CONFIG and len(shown) > 25

@@ -858,20 +858,21 @@ class CeilingReply(_message.Message):
     lost: int
     def __init__(self, windows: _Optional[_Iterable[_Union[CeilingWindow, _Mapping]]] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., rate: _Optional[float] = ..., lost: _Optional[int] = ...) -> None: ...
 
+class SettingValue(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+
 class SetRequest(_message.Message):
     __slots__ = ("settings", "check")
-    class SettingsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
-    settings: _containers.ScalarMap[str, str]
+    settings: _containers.RepeatedCompositeFieldContainer[SettingValue]
     check: bool
-    def __init__(self, settings: _Optional[_Mapping[str, str]] = ..., check: bool = ...) -> None: ...
+    def __init__(self, settings: _Optional[_Iterable[_Union[SettingValue, _Mapping]]] = ..., check: bool = ...) -> None: ...
 
 class SettingChange(_message.Message):
     __slots__ = ("name", "before", "after")
@@ -896,9 +897,11 @@ class LiveSetting(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., default_value: _Optional[str] = ..., allowed: _Optional[str] = ...) -> None: ...
 
 class SetReply(_message.Message):
-    __slots__ = ("changes", "settings")
+    __slots__ = ("changes", "settings", "notes")
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     changes: _containers.RepeatedCompositeFieldContainer[SettingChange]
     settings: _containers.RepeatedCompositeFieldContainer[LiveSetting]
-    def __init__(self, changes: _Optional[_Iterable[_Union[SettingChange, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[LiveSetting, _Mapping]]] = ...) -> None: ...
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, changes: _Optional[_Iterable[_Union[SettingChange, _Mapping]]] = ..., settings: _Optional[_Iterable[_Union[LiveSetting, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -28,21 +28,23 @@ def set(ask: Ask, *, settings: tuple[str, ...], is_check: bool) -> None:  # noqa
 
     The daemon checks all of them as at its start, and changes all or none. A change holds until the
     daemon restarts or reads its file again (SIGHUP); write it into the file to keep it. The
-    daemon's log tells who changed what.
+    daemon's log tells who changed what. Exit code 1: a tier could not shrink as far as asked.
     """
-    texts = dict(_pair(text) for text in settings)
-    if is_check and not texts:
+    wanted = [_setting(text) for text in settings]
+    if is_check and not wanted:
         raise click.UsageError("--check: no setting is named; give NAME=VALUE")
     with ask.connect() as daemon:
-        answer = daemon.ask(pb.SetRequest(settings=texts, check=is_check), timeout_s=CHANGE_TIMEOUT_S)
-    ask.show(answer, _draw_changes(is_check=is_check) if texts else _draw_settings)
+        answer = daemon.ask(pb.SetRequest(settings=wanted, check=is_check), timeout_s=CHANGE_TIMEOUT_S)
+    ask.show(answer, _draw_changes(is_check=is_check) if wanted else _draw_settings)
+    if answer.notes:
+        raise click.exceptions.Exit(1)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _setting(text: str) -> pb.SettingValue:
     name, equals, value = text.partition("=")
     if not equals:
         raise click.UsageError(f"{text!r} is not NAME=VALUE; write for example host.0.high_watermark=0.9")
-    return name.strip(), value.strip()
+    return pb.SettingValue(name=name.strip(), value=value.strip())
 
 
 def _draw_settings(console: Console, answer: pb.SetReply) -> None:
@@ -55,6 +57,7 @@ def _draw_changes(*, is_check: bool) -> Callable[[Console, pb.SetReply], None]:
         rows = [(change.name, change.before, change.after) for change in answer.changes]
         show_table(console, CHANGE_COLUMNS, rows, empty="nothing differs from before")
         kept = "Until a restart or SIGHUP; write it into the configuration file to keep it."
-        console.print(Text("Checked; nothing changed." if is_check else kept), soft_wrap=True)
+        for line in (*answer.notes, "Checked; nothing changed." if is_check else kept):
+            console.print(Text(line), soft_wrap=True)
 
     return draw

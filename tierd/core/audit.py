@@ -101,7 +101,8 @@ class Audit:
 
     def _check_segments(self, tier: Pages) -> None:
         vacant = {place for place, segment in enumerate(tier.segments) if segment is None}
-        assert vacant == tier.vacant | tier.barred, f"{tier.spec.name}: vacant places"
+        assert vacant == tier.vacant | tier.barred | tier.closed, f"{tier.spec.name}: vacant places"
+        assert not (tier.vacant | tier.barred) & tier.closed and tier.closing <= tier.failing, "closed places"
         empty = {place for place, s in enumerate(tier.segments) if s is not None and s.spare == s.pages}
         empty = set(tier.idle) if tier.is_loading else empty
         assert set(tier.idle) == empty, f"{tier.spec.name}: idle places are not those of the empty segments"
@@ -133,7 +134,7 @@ class Audit:
         self._check_places(tier)
 
     def _check_places(self, tier: Pages) -> None:
-        used = [(s.first, s.key.writer, last) for s, last in zip(tier.segments, tier._last_writer, strict=True) if s]
+        used = [(s.first, s.key.writer, last) for s, last in zip(tier.segments, tier.last_writer, strict=True) if s]
         firsts = np.array([first for first, _, _ in used], np.int64)
         sealed = [writer == SEALED or (writer == DAEMON and last != DAEMON) for _, writer, last in used]
         assert tier.is_sealed(firsts).tolist() == sealed, f"{tier.spec.name}: the marks of sealed segments are wrong"

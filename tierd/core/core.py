@@ -114,7 +114,7 @@ class Core:
         self._commits = Commits(self._index, self._sessions, self._gets, reserved_pages, dead=self._puts.dead)
         self._upkeep = Upkeep(self._planner, self._sessions, self._gets, self._puts)
         self._listing = Listing(self._index, self._sessions, self._planner.inflight)
-        self.tuning = Tuning(self._index, self._sessions, policies)
+        self.tuning = Tuning(self._index, self._sessions, self._demotion, policies)
         """Changes of specs, policies and shares while it runs."""
 
     # -- sessions

@@ -213,6 +213,16 @@ class MappedTier(SharedTier, Protocol):
         """Record another process that will write to this memory. The next daemon reuses none of it
         until that process is gone. Raises TierFailed."""
 
+    def check_growth(self, spec: TierSpec) -> None:
+        """Check that a larger tier fits the machine. In a thread. Raises ConfigError."""
+
+    def grow(self, places: int) -> None:
+        """Make memory for so many more segments, in the background and on demand."""
+
+    async def shrink(self, places: int, segments: Sequence[int]) -> None:
+        """Free the memory of so many places; segments: those that ended there. Clients that map a
+        segment keep its bytes until they unmap it."""
+
 
 @runtime_checkable
 class WatchedTier(Tier, Protocol):

@@ -35,6 +35,17 @@ def test_faults_far_apart_are_forgotten() -> None:
     assert breaker.state is State.CLOSED
 
 
+def test_another_tolerance_holds_at_once() -> None:
+    """A lower limit counts earlier faults; a higher one lets them pass, and an open breaker stays open."""
+    breaker = Breaker(TOLERANCE)
+    breaker.look(Health(write_errors=2), 0.0)
+    breaker.tolerate(Tolerance(faults=2, window_s=600.0, hang_s=5.0))
+    assert breaker.look(Health(write_errors=2), 1.0) and breaker.state is State.OPEN
+    breaker.tolerate(Tolerance(faults=9, window_s=600.0, hang_s=50.0))
+    assert not breaker.look(Health(write_errors=3, read_age_s=40.0), 2.0)
+    assert breaker.state is State.OPEN and breaker.reads
+
+
 def test_one_failed_sync_is_enough() -> None:
     """A failed sync opens the breaker for writes at once, and reads go on."""
     breaker = _opened()

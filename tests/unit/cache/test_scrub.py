@@ -246,6 +246,23 @@ async def test_the_background_goes_round_and_round() -> None:
         assert (await world.acquire(NAMES[:50])).served.tokens == 17 * 16
 
 
+async def test_another_period_holds_at_once() -> None:
+    """A scrub that is off begins with a period, and a period of 0 ends it."""
+    async with opened() as world:
+        await world.put(NAMES[:50])
+        scrub = Scrub(world.cache, period_s=0, bandwidth=1)
+        scrub.start()
+        scrub.set_pace(period_s=0.1, bandwidth=1 << 40)
+        async with asyncio.timeout(SOON_S):
+            while scrub.last is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        scrub.set_pace(period_s=0, bandwidth=1 << 40)
+        last = scrub.last
+        await asyncio.sleep(0.2)
+        assert scrub.last is last and scrub.current is None
+        await scrub.stop()
+
+
 # -- disks that do not answer
 
 

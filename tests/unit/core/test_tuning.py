@@ -56,7 +56,7 @@ def steps(kit: Kit, size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_a_policy_changes_under_load(old: str, new: str) -> None:
-    """Puts, gets, evictions and reuse of ids between the pieces of a handover lose no block of either policy."""
+    """Puts, gets and evictions between the pieces of a handover lose no block of either policy."""
     kit, rng = Kit(tier(HOST, 24, eviction=old), tier(NVME, 40)), random.Random(f"{old} {new}")
 
     def act() -> None:
@@ -80,7 +80,7 @@ def test_a_policy_changes_under_load(old: str, new: str) -> None:
 
 
 def test_the_order_of_use_goes_over() -> None:
-    """After a handover from LFU to LRU the least recently used block leaves first, also if it was used meanwhile."""
+    """After a handover to LRU the least recently used leave first, by uses of the meantime too."""
     kit = Kit(tier(HOST, 8, eviction="lfu"))
     for name in "abcdefgh":
         kit.put(chain(name, 1))

@@ -81,26 +81,25 @@ class Pages:
         self.counts = [0] * len(PageState.names())
         self.bytes_in = [0] * len(PageState.names())
         self.quarantine: dict[int, Quarantined] = {}
-        self._spots: dict[int, list[Quarantined]] = {}  # by place: bad bytes of its next segment
+        self.spots: dict[int, list[Quarantined]] = {}  # by place: bad bytes of its next segment
         self.quarantine_bytes = int(spec.quarantine_share * spec.capacity_bytes)
         places = spec.capacity_bytes // spec.segment_bytes
         self.segments: list[Segment | None] = [None] * places
         self.last_id: list[int | None] = [None] * places
-        self._last_writer = [DAEMON] * places
-        self._last_domain = [0] * places
-        self._by_place = PlaceColumns(self.segments)
-        self._files = Files(places, is_strict=spec.sealed_puts)
+        self.last_writer = [DAEMON] * places
+        self.last_domain = [0] * places
+        self.by_place = PlaceColumns(self.segments)
+        self.files = Files(places, is_strict=spec.sealed_puts)
         self.vacant = set(range(places))
-        # No memory for now; those to bar when they are empty.
-        self.barred, self.failing = set[int](), set[int]()
+        self.barred, self.failing, self.closing, self.closed = (set[int]() for _ in range(4))
+        """No memory for now; those that give no page, to be barred or closed (`resizing`)."""
         self.now, self.idle = 0.0, dict[int, float]()
         """Places of empty segments that wait until needed, oldest first: empty since."""
         self.holders: dict[int, dict[int, bool]] = {}
         self._open: dict[Key, set[int]] = {}
         self._runs: dict[int, list[int]] = {}
-        self._place_table = np.zeros((places, 3), np.int64)
-        self._retiring = np.zeros(places, np.int64)
-        self._bad = np.zeros(places, np.int64)  # quarantined pages
+        self.place_table = np.zeros((places, 3), np.int64)
+        self.retiring, self.bad = np.zeros(places, np.int64), np.zeros(places, np.int64)  # bad: quarantined
 
     @property
     def top(self) -> int:
@@ -121,7 +120,7 @@ class Pages:
 
     def class_bytes(self, pages: Ids) -> Ids:
         """Bytes of each page."""
-        sizes: Ids = self._place_table[self.place[pages], 2]
+        sizes: Ids = self.place_table[self.place[pages], 2]
         return sizes
 
     def take(self, key: Key, count: int, generation: int) -> Ids:
@@ -179,7 +178,7 @@ class Pages:
         self.move(pages, PageState.RETIRING, PageState.QUARANTINED)
         self._clear(pages)
         while self.quarantined_bytes > self.quarantine_bytes:
-            self._acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
+            self.acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
 
     def reclaim(self, *, idle_s: float) -> bool:
         """Vacates a segment idle for idle_s, or empty but for bad pages (half at most), if any."""
@@ -187,11 +186,11 @@ class Pages:
             self._vacate(next(iter(self.idle)))
             return True
         for place, segment in enumerate(self.segments):
-            bad = int(self._bad[place])
+            bad = int(self.bad[place])
             if segment is not None and bad and segment.spare + bad == segment.pages and not self.is_mostly_bad(place):
                 pages = [page for page in self.quarantine if self.place[page] == place]
-                self._spots[place] = [self.quarantine[page] for page in pages]
-                self._acquit(pages)
+                self.spots[place] = [self.quarantine[page] for page in pages]
+                self.acquit(pages)
                 self.vacate_idle(place)
                 return True
         return False
@@ -205,11 +204,11 @@ class Pages:
         """Whether more than half of a segment in use is quarantined."""
         segment = self.segments[place]
         assert segment is not None
-        return 2 * int(self._bad[place]) > segment.pages
+        return 2 * int(self.bad[place]) > segment.pages
 
     def is_sealed(self, pages: Ids) -> NDArray[np.bool_]:
         """Which pages no client could ever write to, or whose one writer's process has ended."""
-        return self._by_place.sealed[self.place[pages]]
+        return self.by_place.sealed[self.place[pages]]
 
     def move(self, pages: Ids, old: int, new: int) -> None:
         """Counts a change of state; index.py has the transitions."""
@@ -218,7 +217,7 @@ class Pages:
         at = span(pages)
         assert every(self.state[at] == old), f"{self.spec.name}: a page to become {_NAMES[new]} is not {_NAMES[old]}"
         self.state[at] = new
-        size = int(self._place_table[self.place[at], 2].sum())
+        size = int(self.place_table[self.place[at], 2].sum())
         self.counts[old] -= len(pages)
         self.counts[new] += len(pages)
         self.bytes_in[old] -= size
@@ -227,7 +226,7 @@ class Pages:
             self.prove(pages)
         for state, step in ((old, -1), (new, 1)):
             if state >= PageState.RETIRING:
-                np.add.at(self._retiring if state == PageState.RETIRING else self._bad, self.place[pages], step)
+                np.add.at(self.retiring if state == PageState.RETIRING else self.bad, self.place[pages], step)
 
     def extents(self, pages: Ids, out: StructArray | None = None) -> StructArray:
         """EXTENT of each page; for negative pages all zero, with page -1. out: zeros to fill."""
@@ -238,7 +237,7 @@ class Pages:
             out["page"] = -1
             pages = pages[is_there]
         at = true_rows(is_there) if len(pages) < len(out) else slice(None)
-        rows = self._place_table.take(self.place.take(pages), axis=0)
+        rows = self.place_table.take(self.place.take(pages), axis=0)
         slots = pages - rows[:, 1]
         out["segment"][at], out["slot"][at], out["offset"][at] = rows[:, 0], slots, slots * rows[:, 2]
         out["flags"][at], out["length"][at] = self.flags.take(pages), self.length.take(pages)
@@ -247,7 +246,7 @@ class Pages:
 
     def find(self, extents: StructArray) -> Ids:
         """Page ids by (segment, slot); -1 if no such segment is in use or the slot is beyond it."""
-        return self._by_place.find(extents)
+        return self.by_place.find(extents)
 
     # -- segments
 
@@ -270,7 +269,7 @@ class Pages:
         """Per key, used and possible bytes: its segments, and free places; not quarantined ones."""
         used: dict[Key, int] = {}
         whole: dict[Key, int] = {}
-        counts = zip(self.segments, self._retiring.tolist(), self._bad.tolist(), strict=True)
+        counts = zip(self.segments, self.retiring.tolist(), self.bad.tolist(), strict=True)
         for place, (segment, retiring, bad) in enumerate(counts):
             if segment is not None and place not in self.idle:
                 key, pages = segment.key, segment.pages - bad
@@ -290,15 +289,15 @@ class Pages:
         place = min(self.vacant)
         replaces = self.last_id[place]
         held = self.holders.pop(replaces, {}) if replaces is not None else {}
-        fresh = not self._files.is_fit(place, key) or any(
+        fresh = not self.files.is_fit(place, key) or any(
             domains[session] != key.domain or (writable and session != key.writer)
             for session, writable in held.items()
             if session in domains
         )
         if fresh:
-            self._files.renew(place)
+            self.files.renew(place)
             if self.spec.writer_owned:
-                self._spots.pop(place, None)  # another file, so other memory
+                self.spots.pop(place, None)  # another file, so other memory
         if held and not fresh:
             self.holders[segment] = held
         self._occupy(place, key, segment)
@@ -310,7 +309,7 @@ class Pages:
         if given.slot not in self.vacant or not fits or not given.pages:
             return False
         self._occupy(given.slot, Key(given.domain, given.class_bytes, writer), given.segment, pages=given.pages)
-        self._files.note_writer(given.slot, given.writer)
+        self.files.note_writer(given.slot, given.writer)
         return True
 
     def assignment(self, place: int, *, replaces: int | None = None, fresh: bool = False) -> SegmentAssignment:
@@ -334,7 +333,7 @@ class Pages:
 
     def is_nobodys(self, pages: Ids) -> Bools:
         """Which pages lie in segments of NOBODY: their other holders are unknown."""
-        return self._by_place.nobodys[self.place[pages]]
+        return self.by_place.nobodys[self.place[pages]]
 
     def pages_of(self, place: int) -> slice:
         """The page ids of a segment in use."""
@@ -348,8 +347,8 @@ class Pages:
         if segment in self.last_id:
             held = self.holders.setdefault(segment, {})
             place = self.last_id.index(segment)
-            writer = self._last_writer[place]
-            self._files.note(place, self._last_domain[place], writer=session if writer == session else None)
+            writer = self.last_writer[place]
+            self.files.note(place, self.last_domain[place], writer=session if writer == session else None)
             held[session] = held.get(session, False) or writer == session
 
     def hand_over(self, session: int, *, to: int = DAEMON) -> None:
@@ -359,12 +358,12 @@ class Pages:
             if segment is not None and segment.key.writer == session:
                 self._close(place)
                 segment.key = segment.key._replace(writer=to)
-                self._by_place.note(place, self._last_writer[place])
+                self.by_place.note(place, self.last_writer[place])
                 self._reopen(place)
                 if segment.spare == segment.pages and to == DAEMON:
                     self._vacate(place)
         if to != DAEMON:
-            self._last_writer = [to if writer == session else writer for writer in self._last_writer]
+            self.last_writer = [to if writer == session else writer for writer in self.last_writer]
         for held in self.holders.values():
             is_writable = held.pop(session, None)
             if to != DAEMON and is_writable is not None:
@@ -380,7 +379,7 @@ class Pages:
 
     # -- inside
 
-    def _acquit(self, pages: list[int]) -> None:
+    def acquit(self, pages: list[int]) -> None:
         for page in pages:
             del self.quarantine[page]
         self.give_back(np.asarray(pages, np.int64))
@@ -394,16 +393,16 @@ class Pages:
         count = self.spec.segment_bytes // key.class_bytes if pages is None else pages
         first = self._run(count)
         self.vacant.remove(place)
-        self.last_id[place], self._last_writer[place], self._last_domain[place] = segment, key.writer, key.domain
+        self.last_id[place], self.last_writer[place], self.last_domain[place] = segment, key.writer, key.domain
         is_own = pages is None and key.writer == DAEMON and self.spec.writer_owned
         self.segments[place] = Segment(segment, key, first, count, count, is_own=is_own)
-        self._by_place.note(place, self._last_writer[place])
-        self._files.begin(place, key.domain)
-        self._place_table[place] = segment, first, key.class_bytes
+        self.by_place.note(place, self.last_writer[place])
+        self.files.begin(place, key.domain)
+        self.place_table[place] = segment, first, key.class_bytes
         self.place[first : first + count] = place
         self.counts[PageState.FREE] += count
         self.bytes_in[PageState.FREE] += count * key.class_bytes
-        for found in self._spots.pop(place, ()):
+        for found in self.spots.pop(place, ()):
             self._withhold_again(place, found)
         self._reopen(place)
 
@@ -481,10 +480,11 @@ class Pages:
         self.counts[PageState.FREE] -= segment.pages
         self.bytes_in[PageState.FREE] -= segment.pages * segment.key.class_bytes
         self.segments[place] = None
-        self._by_place.note(place, self._last_writer[place])
-        self._place_table[place] = 0
-        (self.barred if place in self.failing else self.vacant).add(place)
-        self.failing.discard(place)
+        self.by_place.note(place, self.last_writer[place])
+        self.place_table[place] = 0
+        (self.closed if place in self.closing else self.barred if place in self.failing else self.vacant).add(place)
+        for going in (self.failing, self.closing):
+            going.discard(place)
 
     def _reopen(self, place: int) -> None:
         segment = self.segments[place]

@@ -27,6 +27,11 @@ class PlaceColumns:
         """Other holders of its pages are unknown."""
         self._table: Ids | None = None
 
+    def lengthen(self) -> None:
+        """There are more places."""
+        more = np.zeros(len(self._segments) + 1 - len(self.sealed), np.bool_)
+        self.sealed, self.nobodys = (np.concatenate((c[:-1], more, c[-1:])) for c in (self.sealed, self.nobodys))
+
     def note(self, place: int, last_writer: int) -> None:
         """A segment began, ended or changed its writer. last_writer: last session, or DAEMON."""
         segment, self._table = self._segments[place], None

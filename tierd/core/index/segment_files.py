@@ -19,6 +19,11 @@ class Files:
         self._domains: list[set[int]] = [set() for _ in range(places)]
         self._writers: list[set[int]] = [set() for _ in range(places)]
 
+    def lengthen(self, places: int) -> None:
+        """There are so many places more."""
+        self._domains += [set() for _ in range(places)]
+        self._writers += [set() for _ in range(places)]
+
     def begin(self, place: int, domain: int) -> None:
         """Blocks of the domain will lie in it; their bytes remain."""
         self._domains[place].add(domain)

@@ -172,7 +172,7 @@ class Holders:
 
     def set_share(self, share: float) -> None:
         """Sets the share of each tier that one session may pin and reserve."""
-        self._share = share
+        self.share = share
         self.limits = [int(share * tier.spec.capacity_bytes) for tier in self._tiers]
 
     def next_id(self) -> int:

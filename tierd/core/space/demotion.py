@@ -86,6 +86,13 @@ class Demotion:
                 self._drain(tier, Allowance(limit, PLAN_BYTES), draft)
             self._clear(tier, draft)
 
+    def save(self, tier: int, blocks: Ids, draft: PlanBuilder) -> None:
+        """Sends the blocks that no farther tier has, as far as they deserve a write and there is
+        room. blocks: from cold to hot."""
+        dirty = self._unsaved.is_dirty(tier, blocks)
+        dirty[dirty] = self._has_place(tier, blocks[dirty])
+        self._send(tier, self._worthy(tier, blocks[dirty], draft.now), draft)
+
     def _clear(self, tier: int, draft: PlanBuilder) -> None:
         """Drops the coldest blocks that fill the headroom. Blocks still to be written stay, and no
         others go in their place."""

@@ -231,7 +231,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return await self._about.wear.reply()
 
     async def Set(self, request: pb.SetRequest, context: Any) -> pb.SetReply:
-        live, rows = self._about.live, self._about.sessions()
+        live = self._about.live
         if not request.settings:
             listed = (setting for setting in settings_of(live.config) if setting.is_live)
             return pb.SetReply(
@@ -240,12 +240,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     for s in listed
                 ]
             )
-        who = next({"uid": r.uid, "pid": r.pid, "tenant": r.tenant} for r in rows if r.id == CALLER.get().session)
+        rows = [row for row in self._about.sessions() if row.id == CALLER.get().session]
+        who = {"uid": rows[0].uid, "pid": rows[0].pid, "tenant": rows[0].tenant} if rows else {}
         try:
-            changes = await live.set(request.settings, is_check=request.check, who=who)
+            texts = {setting.name: setting.value for setting in request.settings}
+            changed = await live.set(texts, is_check=request.check, who=who)
         except ConfigError as error:
             raise InvalidArgument(str(error)) from None
-        return pb.SetReply(changes=[pb.SettingChange(**change._asdict()) for change in changes])
+        changes = [pb.SettingChange(**change._asdict()) for change in changed.changes]
+        return pb.SetReply(changes=changes, notes=changed.notes)
 
     async def Tree(self, request: pb.TreeRequest, context: Any) -> pb.TreeReply:
         return await self._trees.reply(request)

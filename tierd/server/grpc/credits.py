@@ -89,8 +89,8 @@ class Credits:
         self._excess: dict[int, Excess] = {}
 
     def set_limits(self, *, queue_limit: int, session_credits: int) -> None:
-        """Sets both limits. Sessions learn of other credits when they connect again: until then a
-        call beyond the new ones is refused, and none is cut off for it."""
+        """Sets both limits. Sessions learn of other credits when they connect again. Until then
+        calls beyond them are refused, and no session is cut off for it."""
         self._queue_limit = queue_limit
         self.slow_limit = max(1, queue_limit - queue_limit // 4)
         self._half = max(1, queue_limit // 2)

@@ -1,8 +1,9 @@
 """Changes of settings while the daemon runs: `tierctl set`, and a changed file with SIGHUP.
 
-All or nothing: every setting is checked first, as at a start, and applying cannot fail. One change
-runs at a time. Each is logged: name, before, after, and who. A restart reads the file again, so a
-change of `tierctl set` ends with the daemon.
+All or nothing: every setting is checked first, as at a start, and applying cannot fail. But a host
+tier may shrink less than asked (`resizing.py`). One change runs at a time. Each is logged: name,
+before, after, and who. A restart reads the file again, so a change of `tierctl set` ends with the
+daemon.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -22,7 +23,9 @@ from tierd.config import Config, NvmeConfig, ServerConfig
 from tierd.errors import ConfigError, TierdError
 from tierd.live_settings import Change, differences, only_live, with_changes
 from tierd.server.assembly import Assembly, codecs_of, limits_of, patience_of, specs_of, tolerance_of
+from tierd.server.operators.resizing import grow, places_of, shrink
 from tierd.tiers.store.nvme import NvmeStore
+from tierd.tiers.tier import MappedTier, is_mapped
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +34,13 @@ AT_START_FACTOR = 4
 """gRPC's servers are opened for limits of the start. They have room for so many times as much."""
 
 T = TypeVar("T")
+
+
+class Changed(NamedTuple):
+    """changes: what differs from before. notes: what was not reached, and why."""
+
+    changes: list[Change]
+    notes: list[str]
 
 
 class LiveSettings:
@@ -46,14 +56,14 @@ class LiveSettings:
         """The settings now."""
         return self._daemon.config
 
-    async def set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> list[Change]:
-        """Changes settings, by name and value in TOML. Returns what differs from before.
+    async def set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> Changed:
+        """Changes settings, by name and value in TOML. is_check: only checks. who: for the log.
 
-        is_check: only checks. who: for the log. Raises ConfigError; then nothing has changed.
+        Raises ConfigError; then nothing has changed.
         """
         return await _whole(self._set(texts, is_check=is_check, who=who))
 
-    async def reload(self, wanted: Config) -> list[Change]:
+    async def reload(self, wanted: Config) -> Changed:
         """Changes the live settings to those of a whole config, read again. Names the others that
         differ in a log line. Raises ConfigError."""
         return await _whole(self._reload(wanted))
@@ -71,6 +81,8 @@ class LiveSettings:
                     await self.reload(await asyncio.to_thread(reread))
                 except TierdError as error:
                     log.warning("configuration not taken over; nothing changed", error=str(error))
+                except Exception:  # the next signal tries again
+                    log.exception("configuration not taken over")
 
         task = asyncio.create_task(reload_for_ever())
         try:
@@ -78,32 +90,56 @@ class LiveSettings:
         finally:
             task.cancel()
 
-    async def _set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> list[Change]:
+    async def _set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> Changed:
         async with self._lock:
             return await self._change(with_changes(self.config, texts), is_check=is_check, who=who)
 
-    async def _reload(self, wanted: Config) -> list[Change]:
+    async def _reload(self, wanted: Config) -> Changed:
         async with self._lock:
             _, rest = differences(self.config, wanted)
-            changes = await self._change(only_live(self.config, wanted), who={"signal": "SIGHUP"})
-            log.info("configuration read again", changed=len(changes), needs_restart=rest)
-            return changes
+            changed = await self._change(only_live(self.config, wanted), who={"signal": "SIGHUP"})
+            log.info("configuration read again", changed=len(changed.changes), needs_restart=rest)
+            return changed
 
-    async def _change(self, new: Config, *, who: Mapping[str, Any], is_check: bool = False) -> list[Change]:
-        self._check(new)
-        changes, _ = differences(self.config, new)
+    async def _change(self, new: Config, *, who: Mapping[str, Any], is_check: bool = False) -> Changed:
+        self._check_listeners(new)
+        old, notes = self.config, list[str]()
+        for tier, _, places in self._resized(new):
+            if places > 0:
+                await asyncio.to_thread(tier.check_growth, specs_of(new)[tier.position][0])
         if not is_check:
-            level = self.config.server.log_level
+            new, notes = await self._shrink(new)
             await self._apply(new)
-            for change in changes:
-                log.info("setting changed", **change._asdict(), **who)
-            if new.server.log_level != level:  # last, so that another level does not hide the lines above
-                logs.configure(style=new.server.log_format, level=new.server.log_level)
-        return changes
+        changes, _ = differences(old, new)
+        for change in [] if is_check else changes:
+            log.info("setting changed", **change._asdict(), **who)
+        for note in notes:
+            log.warning(note)
+        if not is_check and new.server.log_level != old.server.log_level:
+            logs.configure(style=new.server.log_format, level=new.server.log_level)  # does not hide the lines above
+        return Changed(changes, notes)
 
-    def _check(self, new: Config) -> None:
-        """Checks names of policies and codecs, as a start does, and limits of the listeners."""
-        specs_of(new)
+    def _resized(self, new: Config) -> list[tuple[MappedTier, int, int]]:
+        """The host tiers whose capacity changes: index, and how many places they get or lose. Raises
+        ConfigError for an unknown policy or codec."""
+        pairs = zip(self._daemon.tiers, specs_of(new), strict=True)
+        found = [(tier, spec.index, places_of(spec) - places_of(tier.spec)) for tier, (spec, _) in pairs]
+        return [(tier, index, places) for tier, index, places in found if places and is_mapped(tier)]
+
+    async def _shrink(self, new: Config) -> tuple[Config, list[str]]:
+        """Takes memory from tiers. Returns the config with the capacities that were reached, and why
+        others were not."""
+        notes, hosts = list[str](), list(new.host)
+        for tier, index, places in self._resized(new):
+            if places < 0:
+                gone, why = await shrink(self._daemon.cache, tier, -places)
+                capacity = tier.spec.capacity_bytes - gone * tier.spec.segment_bytes
+                hosts[index] = replace(hosts[index], capacity=capacity)
+                notes += [why] if why else []
+        return replace(new, host=tuple(hosts)), notes
+
+    def _check_listeners(self, new: Config) -> None:
+        """Refuses limits for which the listeners were not opened. Raises ConfigError."""
         for name in AT_START:
             value, most = getattr(new.server, name), AT_START_FACTOR * getattr(self._at_start, name)
             if value > most:
@@ -114,6 +150,9 @@ class LiveSettings:
 
     async def _apply(self, new: Config) -> None:
         daemon, cache = self._daemon, self._daemon.cache
+        for growing, _, places in self._resized(new):
+            if places > 0:
+                grow(cache, growing, places)
         daemon.config = new
         cache.core.tuning.set_session_share(new.server.session_share)
         self._apply_server(new.server)

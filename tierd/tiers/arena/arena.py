@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,6 +131,20 @@ class Arena(SegmentBooks[memoryview]):
         lock, self._lock = self._lock, None
         await asyncio.to_thread(self._data.stop, undo=self.has_failed)
         await asyncio.to_thread(self._end, lock, release=release, places=(self.tables, Path(self.place)))
+
+    def check_growth(self, spec: TierSpec) -> None:
+        """Check that a larger tier fits. Raises ConfigError with the remedy."""
+        place = arena_files.ArenaPlace(Path(self.place), self.tables, self.mode)
+        arena_files.check_room(spec, place=place, held_bytes=self._data.held_bytes())
+
+    def grow(self, places: int) -> None:
+        """Make memory for so many more segments, in the background and on demand."""
+        self._data.grow(places)
+
+    async def shrink(self, places: int, segments: Sequence[int]) -> None:
+        """Free the memory of so many places, and of the segments that ended there."""
+        self._close(segments)
+        await asyncio.to_thread(self._data.shrink, places)
 
     @property
     def unready_bytes(self) -> int:

@@ -29,6 +29,8 @@ SUFFIX = ".data"
 SPARE = "spare-"
 _STEP_BYTES = HUGE_BYTES
 """Made per step: while its pages are touched, no thread of the process can map or unmap memory."""
+LOOK_S = 1.0
+"""Longest time between two looks for a file that can go."""
 _NICE = 10
 """Added to the nice value of the thread that makes spare files."""
 
@@ -156,6 +158,36 @@ class DataFiles:
                 if not self._unmade and not self._spares:
                     raise TierFailed(f"{self._directory}: every file of the tier is in use; the plan asks for one more")
             self._make(touch=False)
+
+    def grow(self, count: int) -> None:
+        """There are so many places more; their files are made in the background."""
+
+        def go_on(before: threading.Thread | None) -> None:
+            if before is not None:
+                before.join()
+            self._make_all()
+
+        with self._changed:
+            self._unmade += count
+            self._fault = ""
+        self._thread = threading.Thread(target=go_on, args=(self._thread,), name="tierd-spares", daemon=True)
+        self._thread.start()
+
+    def shrink(self, count: int) -> None:
+        """Give up so many files that no segment has: those still to be made first. In a thread: it
+        waits for one that is being made."""
+        while count:
+            with self._changed:
+                unmade = min(count, self._unmade)
+                self._unmade -= unmade
+                count -= unmade
+                if count and not self._spares:
+                    assert self._making, f"{self._directory}: fewer files than places that were closed"
+                    self._changed.wait(LOOK_S)
+                spare = self._spares.pop() if count and self._spares else None
+            if spare is not None:
+                spare[0].unlink(missing_ok=True)
+                count -= 1
 
     def rename(self, old: int, new: int) -> None:
         """The file of one segment becomes that of another; mappings of it stay. Raises OSError."""

@@ -196,6 +196,22 @@ class SegmentBooks(Generic[Memory]):
             raise TierFailed(f"{self._names_path}: cannot be written ({error}); {remedy_of(error)}") from error
         self._names.add(record)
 
+    def _close(self, segments: Sequence[int]) -> None:
+        """End segments that the core has vacated for good; their memory goes."""
+        for number in segments:
+            with self._turn:
+                old = self._segments.pop(number, None)
+            if old is None:
+                continue
+            if old.catalogue is not None:
+                old.catalogue.retract_all()
+            failpoint("arena.close.before_catalogue")
+            with contextlib.suppress(OSError):  # a file that remains has no valid page, and the next start removes it
+                self._remove_catalogue(number)
+            failpoint("arena.close.before_discard")
+            if old.memory is not None:
+                self._data.discard(number)
+
     # -- pages
 
     def publish(self, extents: StructArray, metas: StructArray, slices: Sequence[SliceTable]) -> None:

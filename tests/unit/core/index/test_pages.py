@@ -261,7 +261,7 @@ def test_small_steps_do_not_go_through_all_places() -> None:
     kit, a = Kit(tier(HOST, 256)), chain("a", 64)
     kit.put(a)
     pages = kit.core._index.tiers[0]
-    pages.segments = pages._by_place._segments = counted = Counted(pages.segments)
+    pages.segments = pages.by_place._segments = counted = Counted(pages.segments)
     for _ in range(3):
         held = kit.core.pages_held(0, after=-1, limit_bytes=4 * PAGE)
         assert len(held.blocks) == 4

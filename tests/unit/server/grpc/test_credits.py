@@ -80,6 +80,23 @@ def test_slow_calls_leave_room_for_quick_ones() -> None:
         assert refusal(room, LOOKUP, session=4) is None
 
 
+def test_fewer_credits_cut_no_session_off_that_was_told_more() -> None:
+    """After a change the new limit holds; only calls beyond the credits once told count as excess."""
+    desk = Desk()
+    room = desk.credits()
+    room.set_limits(queue_limit=16, session_credits=2)
+    with taken(room, 2):
+        for _ in range(10 * PATIENCE):
+            assert refusal(room) is not None
+    assert desk.ended == []
+    room.set_limits(queue_limit=16, session_credits=4)
+    with taken(room, 4):
+        assert room.share == 4 and refusal(room) is not None
+        for _ in range(10 * PATIENCE):
+            refusal(room)
+    assert desk.ended
+
+
 def test_what_gives_back_and_what_operators_do_is_not_refused() -> None:
     """Release and abort are always admitted, and so are operators' calls when the queue is full."""
     room = Desk().credits(queue_limit=4, session_credits=2)
