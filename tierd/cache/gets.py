@@ -254,6 +254,8 @@ class Gets(Sessions):
     ) -> None:
         """Counts and records a get after its answer."""
         count_served(self.parts, groups=groups, got=got, served=served)
+        if served.tokens < got.tokens:
+            got = replace(got, tier_tokens=served_by_tier(groups, got, served))
         self._decisions.got(session, groups, got, served, waited_s=waited_s)
         self.background.note(got.plan)
 

@@ -214,6 +214,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     def _asked(self, groups: Any, *, is_lookup: bool = False) -> list[GroupQuery]:
         """As _queries, and records the query, whatever the answer."""
         found = self._queries(groups)
+        if found and found[0].request:
+            call_context.add(request=found[0].request.decode(errors="replace"))
         if self.note_asked:
             self.note_asked(found, is_lookup=is_lookup)
         return found
