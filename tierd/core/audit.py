@@ -16,12 +16,12 @@ import numpy as np
 from tierd.core.arrays.sets import true_rows
 from tierd.core.formats.model import DAEMON, NOBODY, SEALED, PageState, Reason
 from tierd.core.index.blocks import Names
-from tierd.core.index.handover import Handover
 from tierd.core.index.index import Index
 from tierd.core.index.inflight_transfers import InflightTransfers
 from tierd.core.index.pages import Pages
 from tierd.core.plan import Ids
 from tierd.core.requests.leases import BUSY, GONE, OPEN, Holders
+from tierd.core.space.handover import Handover
 
 
 class Audit:

@@ -1,7 +1,7 @@
 """Tuning: what an operator changes while a core runs: specs, shares, policies, wear budgets.
 
 A spec keeps its kind, index and size of segments. Another eviction policy gets the tier's blocks in
-pieces (`index/handover.py`). Another admission policy begins anew, with the budget's level of the
+pieces (`space/handover.py`). Another admission policy begins anew, with the budget's level of the
 old one. A tier is resized by whole segments (`index/resizing.py`):
 
     open_places --> set_spec                                        more capacity
@@ -18,13 +18,13 @@ from tierd.core.admission import Balance
 from tierd.core.eviction import Eviction, heeding
 from tierd.core.formats.model import PageState, TierSpec
 from tierd.core.index import resizing
-from tierd.core.index.handover import Handover
 from tierd.core.index.index import Index
 from tierd.core.index.policies import Policies
 from tierd.core.plan import Ids, Plan
 from tierd.core.plan_builder import PlanBuilder
 from tierd.core.requests.leases import GONE, Holder, Holders
 from tierd.core.space.demotion import Demotion
+from tierd.core.space.handover import Handover
 from tierd.errors import InvalidArgument
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.core.kit import HOST, NVME, PAGE, Kit, chain, group, tier
 from tierd.core.formats.model import BlockStatus
-from tierd.core.index.handover import Handover
 from tierd.core.plan import Ids
+from tierd.core.space.handover import Handover
 from tierd.errors import InvalidArgument
 from tierd.policies.eviction import EVICTION
 

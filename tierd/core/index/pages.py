@@ -178,7 +178,7 @@ class Pages:
         self.move(pages, PageState.RETIRING, PageState.QUARANTINED)
         self._clear(pages)
         while self.quarantined_bytes > self.quarantine_bytes:
-            self.acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
+            self._acquit([min(self.quarantine, key=lambda page: self.quarantine[page].since)])
 
     def reclaim(self, *, idle_s: float) -> bool:
         """Vacates a segment idle for idle_s, or empty but for bad pages (half at most), if any."""
@@ -190,7 +190,7 @@ class Pages:
             if segment is not None and bad and segment.spare + bad == segment.pages and not self.is_mostly_bad(place):
                 pages = [page for page in self.quarantine if self.place[page] == place]
                 self.spots[place] = [self.quarantine[page] for page in pages]
-                self.acquit(pages)
+                self._acquit(pages)
                 self.vacate_idle(place)
                 return True
         return False
@@ -379,7 +379,7 @@ class Pages:
 
     # -- inside
 
-    def acquit(self, pages: list[int]) -> None:
+    def _acquit(self, pages: list[int]) -> None:
         for page in pages:
             del self.quarantine[page]
         self.give_back(np.asarray(pages, np.int64))

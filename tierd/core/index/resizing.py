@@ -50,8 +50,9 @@ def shrink(pages: Pages, count: int, order: Sequence[int]) -> None:
 def free_bad(pages: Pages) -> None:
     """Frees the quarantined pages of closing places: their memory goes."""
     bad = [page for page in pages.quarantine if int(pages.place[page]) in pages.closing]
-    if bad:
-        pages.acquit(bad)
+    for page in bad:
+        del pages.quarantine[page]
+    pages.give_back(np.asarray(bad, np.int64))
 
 
 def keep(pages: Pages) -> int:

@@ -29,8 +29,8 @@ SUFFIX = ".data"
 SPARE = "spare-"
 _STEP_BYTES = HUGE_BYTES
 """Made per step: while its pages are touched, no thread of the process can map or unmap memory."""
-LOOK_S = 1.0
-"""Longest time between two looks for a file that can go."""
+LOOK_S, LOOKS = 1.0, 10
+"""Longest time between two looks for a file that can go, and how many in vain."""
 _NICE = 10
 """Added to the nice value of the thread that makes spare files."""
 
@@ -175,19 +175,23 @@ class DataFiles:
 
     def shrink(self, count: int) -> None:
         """Give up so many files that no segment has: those still to be made first. In a thread: it
-        waits for one that is being made."""
+        waits for files that are being made, or that come back from a segment that has ended."""
+        patience = LOOKS
         while count:
             with self._changed:
                 unmade = min(count, self._unmade)
                 self._unmade -= unmade
                 count -= unmade
-                if count and not self._spares:
-                    assert self._making, f"{self._directory}: fewer files than places that were closed"
-                    self._changed.wait(LOOK_S)
                 spare = self._spares.pop() if count and self._spares else None
+                if count and spare is None and patience:
+                    self._changed.wait(LOOK_S)
             if spare is not None:
                 spare[0].unlink(missing_ok=True)
                 count -= 1
+            elif count and not patience:
+                log.error("files of closed places were not found", place=str(self._directory), files=count)
+                return
+            patience -= spare is None
 
     def rename(self, old: int, new: int) -> None:
         """The file of one segment becomes that of another; mappings of it stay. Raises OSError."""

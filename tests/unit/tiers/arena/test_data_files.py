@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,16 @@ def test_a_shrink_waits_for_a_file_that_is_being_made(tmp_path: Path) -> None:
     await_true(lambda: files.spares == 1 and not files.unready_bytes, "one file is left")
     files.stop()
     assert on_disk(tmp_path) == 1
+
+
+def test_a_shrink_waits_for_a_file_that_comes_back(files: DataFiles, tmp_path: Path) -> None:
+    """A file that a thread gave to a segment that has ended meanwhile goes when it comes back."""
+    for segment in range(3):
+        files.take(segment)
+    with ThreadPoolExecutor(1) as pool:
+        shrinks = pool.submit(files.shrink, 1)
+        files.discard(1)
+        shrinks.result(10)
+    assert on_disk(tmp_path) == 2
+    with pytest.raises(TierFailed, match="in use"):
+        files.take(3)
