@@ -530,6 +530,7 @@ async function poll() {
     warn("");
   } catch (error) {
     seen.lostAt ||= Date.now();
+    [byId("state").textContent, byId("state").className] = ["out of reach", "ill"];
     const why = error.message.startsWith("it answers") ? error.message : "it does not answer";
     warn(`The daemon is out of reach since ${new Date(seen.lostAt).toLocaleTimeString("en-GB")}: ${why}. Trying again. The figures are of that time.`);
   }
