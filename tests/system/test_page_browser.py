@@ -172,6 +172,7 @@ def test_a_daemon_that_goes_and_returns(browser: Any) -> None:
         daemon.kill()
         tab.page.wait_for_selector("#banner", state="visible")
         assert "Trying again" in tab.page.locator("#banner").inner_text()
+        assert tab.page.locator("#state").inner_text() == "out of reach"
         daemon.start()
         tab.page.wait_for_selector("#banner", state="hidden")
         assert tab.page.evaluate("seen.run") != before

@@ -456,11 +456,11 @@ function drawTiers() {
     const used = latest(`used:${tier.name}`), fill = make("div"), trough = make("div", { class: "trough" }, fill);
     fill.style.width = `${100 * used / tier.capacity}%`;
     fill.style.background = colourOf(tier.name);
-    const name = make("span", {}, key(colourOf(tier.name)), make("b", {}, tier.name), tier.codec ? make("span", { class: "dim" }, ` ${tier.codec}`) : "");
+    const name = make("span", {}, key(colourOf(tier.name)), make("b", {}, tier.name), tier.codec ? make("span", { class: "dim spare" }, ` ${tier.codec}`) : "");
     return [[name, trough, `${bytes(used)} of ${bytes(tier.capacity)}`, percent(used / tier.capacity), grouped(latest(`pages:${tier.name}`)),
       asked ? percent(latest(`hit:${tier.name}`) / asked) : "–", last(`read:${tier.name}`, 3), last(`written:${tier.name}`, 3), grouped(latest(`evicted:${tier.name}`))]];
   });
-  const head = [["tier"], ["", "fill"], ["in use"], ["", "spare"], ["pages", "spare"], ["hits", ""], ["read", "spare"], ["written", "spare"], ["evicted", "spare"]];
+  const head = [["tier"], ["", "fill"], ["in use", "spare"], ["full"], ["pages", "spare"], ["hits"], ["read", "spare"], ["written", "spare"], ["evicted", "spare"]];
   const troubles = tiers().filter(tier => tier.trouble || !tier.serving || !tier.writable)
     .map(tier => make("p", { class: "trouble" }, `${tier.name}: ${tier.trouble || (tier.serving ? "takes no new blocks" : "out of service")}`));
   document.querySelector("#tiers .body").replaceChildren(table(head, rows), ...troubles);
@@ -478,7 +478,7 @@ function drawDecisions() {
 function drawSessions() {
   const host = document.querySelector("#sessions .body"), { all, shown } = seen.answer.sessions;
   if (!all) return empty(host, "No client is connected.");
-  const head = [["engine", "text"], ["state", "text"], ["age"], ["leases"], ["pinned"], ["reserved", "spare"]];
+  const head = [["engine", "text"], ["state", "text spare"], ["age", "spare"], ["leases"], ["pinned"], ["reserved", "spare"]];
   const rows = shown.map(one => [one.engine || "client", one.state, time(one.age_s), grouped(one.leases), bytes(one.pinned), bytes(one.reserved)]);
   host.replaceChildren(table(head, rows), ...(all > shown.length ? [make("p", {}, `${grouped(all - shown.length)} more`)] : []));
 }
@@ -530,6 +530,7 @@ async function poll() {
     warn("");
   } catch (error) {
     seen.lostAt ||= Date.now();
+    [byId("state").textContent, byId("state").className] = ["out of reach", "ill"];
     const why = error.message.startsWith("it answers") ? error.message : "it does not answer";
     warn(`The daemon is out of reach since ${new Date(seen.lostAt).toLocaleTimeString("en-GB")}: ${why}. Trying again. The figures are of that time.`);
   }
