@@ -100,13 +100,13 @@ def test_panes_share_the_lines(wanted: list[int], focus: int, room: int) -> None
 
 
 def test_the_head_tells_hits_queues_wear_and_ceiling() -> None:
-    """Above the panes are hit ratios now and since the start, queues, wear, and those of more memory."""
+    """Above the panes are hit ratios now and since the start, queues, wear and the ceiling."""
     grown = {"tierd_tokens_hit_total_tier__host_0__": 30, "tierd_tokens_missed_total_reason__absent__": 10}
     text = "\n".join(drawn(View(), size=(120, 40), change=changed(**grown)))
     assert "hit ratio now 75.0 % of 40 tokens   since start 79.8 % of 1,040 tokens" in text
     assert "queues  transfers 3" in text
     assert "written  nvme.0 812 GiB today, 101 GiB left" in text
-    assert "more memory  256 GiB 5.0 %   512 GiB 10.0 %" in text
+    assert "ceiling  256 GiB 5.0 %   512 GiB 10.0 %" in text
     few = Rare(ceiling=pb.CeilingReply(trouble="too early", windows=rare().ceiling.windows))
     assert ceiling_facts(few.ceiling) == []
     assert "no limit 65.0 %" in "\n".join(drawn(View(), size=(300, 50)))

@@ -132,6 +132,13 @@ def test_runs_are_those_of_the_tree(blocks: list[Block], sort: str) -> None:
     assert shared_tokens(runs) == TOKENS * sum(row[3] for row in wanted.values() if row[6])  # type: ignore[misc]
 
 
+def test_an_id_that_stands_for_another_block_is_no_parent() -> None:
+    """A parent of another namespace, or not before the block, is none, so there is no circle either."""
+    parents = {0: (-1, 1, 0), 2: (0, 2, 1), 4: (6, 1, 1), 6: (4, 1, 1), 8: (0, 1, 0)}
+    runs = runs_of(seen_of([Block(own, *facts, 0, 0, 0) for own, facts in parents.items()]))
+    assert runs.parent.tolist() == [-1] * len(parents)
+
+
 @given(caches(), st.data())
 def test_a_subtree_is_that_of_its_block(blocks: list[Block], data: st.DataObject) -> None:
     """Under a block there are the block and those that follow it, also if it is inside a run."""

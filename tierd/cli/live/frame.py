@@ -65,7 +65,7 @@ def head_lines(change: Change, rare: Rare, *, width: int, trouble: str) -> list[
     queues: list[tuple[str, Cell]] = [(name, human_count(count)) for name, count in sorted(status.queues.items())]
     lines = [status_line(status), load_line(status, busy=busy), hits]
     wear: list[tuple[str, Cell]] = [(store.tier, wear_text(store)) for store in rare.wear.stores]
-    rows = (("queues", queues), ("written", wear), ("more memory", ceiling_facts(rare.ceiling)))
+    rows = (("queues", queues), ("written", wear), ("ceiling", ceiling_facts(rare.ceiling)))
     lines += [fitted(name, pairs, width=width) for name, pairs in rows if pairs]
     if trouble:
         lines.insert(0, Text(f"no answer, trying again: {trouble}", style="red"))
@@ -85,13 +85,18 @@ def wear_text(store: pb.StoreWear) -> str:
 
 
 def ceiling_facts(ceiling: pb.CeilingReply) -> list[tuple[str, Cell]]:
-    """The expected hit ratios by memory, of the hour or the window nearest to it."""
+    """Expected hit ratios by memory, of the hour or the window nearest to it. Bold: of this memory."""
     windows = [window for window in ceiling.windows if window.points]
     if ceiling.trouble or not windows:
         return []
     window = min(windows, key=lambda one: abs(one.seconds - CEILING_S))
-    shares_of = [(human_bytes(one.bytes) if one.bytes else "no limit", one.hit_share) for one in window.points]
-    return [(memory, human_share(share, 1)) for memory, share in shares_of]
+    return [
+        (
+            human_bytes(one.bytes) if one.bytes else "no limit",
+            Text(human_share(one.hit_share, 1), "bold" if one.factor == 1 else ""),
+        )
+        for one in window.points
+    ]
 
 
 def fitted(name: str, pairs: Sequence[tuple[str, Cell]], *, width: int) -> Text:

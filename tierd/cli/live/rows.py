@@ -116,7 +116,7 @@ def rate_rows(change: Change, *, sort: str) -> Rows:
 
 def is_shown(counter: str) -> bool:
     """Whether a counter's rate is shown: no operators' calls, and nothing that links and tiers show."""
-    hidden = ("bytes", "tierd_transfers_total", "tierd_tokens_hit_total", "tierd_tokens_missed_total")
+    hidden = ("bytes", "tierd_transfers_total", "tokens_hit_total", "tokens_missed_total")
     return not any(text in counter for text in (*hidden, *OWN_METHODS))
 
 

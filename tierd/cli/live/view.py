@@ -25,7 +25,7 @@ q, Ctrl-C       quit
 hits now        share that the tier served of the tokens asked for since the last
                 frame; hits: since the daemon's start
 tree            cached prefixes, and what `tierctl tree` shows of each
-more memory     expected hit ratio of the last hour with so much memory and disk"""
+ceiling         expected hit ratio of the last hour with so much memory and disk"""
 
 
 @dataclass(slots=True)
