@@ -193,10 +193,14 @@ class Decisions:
     def computed(self, session: int, request: bytes, *, tokens: int, times: tuple[float, float]) -> None:
         """An engine computed tokens that a lookup had found. times: expected of loading and of
         computing them, in seconds."""
+        if not self._limit:
+            return
         row = (0, 1, Kind.COMPUTED, Miss.SLOWER, tokens, 0, request, NO_HASH, *self._nothing)
         self._write(self._now(), *times, 0.0, session, *row)
 
     def _note(self, session: int, group: GroupQuery, answer: Answer) -> None:
+        if not self._limit:
+            return
         kind, miss, tokens, tier_tokens, waited_s, times = answer
         namespace, missing = group.namespaces[0], NO_HASH
         if miss and (first := tokens // group.tokens_per_block) < len(group.hashes):
@@ -205,8 +209,7 @@ class Decisions:
         self._write(self._now(), waited_s, 0.0, group.error_limit, session, *row)
 
     def _write(self, *row: object) -> None:
-        if self._limit:
-            self._row.pack_into(self._place, self.requests.next() * self._row.size, *row)
+        self._row.pack_into(self._place, self.requests.next() * self._row.size, *row)
 
     # -- lost blocks
 
