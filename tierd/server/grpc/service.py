@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tierd import call_context
 from tierd._proto import cache_pb2 as pb
 from tierd._proto import cache_pb2_grpc
 from tierd.cache.cache import Cache
