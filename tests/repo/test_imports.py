@@ -154,7 +154,15 @@ CLIENT_CORE = {"formats", "arrays"}
 """The rooms of core that the SDK may use: identity, dtypes, layouts of mapped memory, number sets."""
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "core": ("formats", "arrays", "plan plan_builder forms admission eviction", "index", "space", "requests"),
+    "core": (
+        "formats",
+        "arrays",
+        "plan plan_builder forms admission eviction",
+        "index",
+        "space",
+        "requests",
+        "reports",
+    ),
 }
 """Rooms of a part from below: a module imports from its own room and those before it."""
 

@@ -36,7 +36,6 @@ from tierd.core.forms import Forms, Plain
 from tierd.core.index.blocks import Names, words
 from tierd.core.index.index import Index
 from tierd.core.index.policies import Policies
-from tierd.core.listing import Listing
 from tierd.core.plan import (
     UNLIMITED,
     Acquisition,
@@ -65,6 +64,7 @@ from tierd.core.plan import (
     TransferIds,
 )
 from tierd.core.plan_builder import PlanBuilder
+from tierd.core.reports.listing import Listing
 from tierd.core.requests.attention import Attention
 from tierd.core.requests.commits import Commits
 from tierd.core.requests.gets import NO_TIERS, Gets, Tiers

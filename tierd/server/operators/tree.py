@@ -20,7 +20,7 @@ from tierd.cache.cache import Cache
 from tierd.cache.operator import Operator
 from tierd.core.formats.model import StructArray
 from tierd.core.plan import Bytes, Ids
-from tierd.core.prefix_tree import (
+from tierd.core.reports.prefix_tree import (
     NODE,
     SORTS,
     Column,

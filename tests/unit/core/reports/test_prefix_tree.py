@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierd.core.prefix_tree import (
+from tierd.core.reports.prefix_tree import (
     FIRST_DEPTH_TOKENS,
     SORTS,
     Runs,
