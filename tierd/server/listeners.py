@@ -38,8 +38,8 @@ from tierd.server.operators.ceiling import Ceiling
 from tierd.server.operators.gauges import Gauges
 from tierd.server.operators.learned import Learned
 from tierd.server.operators.live import LiveSettings
-from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.wear import Wear
+from tierd.server.recording.recorder import Recorder
 from tierd.server.session.hit_reports import HitReports
 from tierd.server.session.identity import Identity, IdentityRules, Peer, identify, load_rules
 from tierd.server.session.notice_polling import NoticePolling

@@ -30,10 +30,10 @@ from tierd.server.grpc.caller import CALLER
 from tierd.server.operators.ceiling import Ceiling
 from tierd.server.operators.explaining import Explaining
 from tierd.server.operators.live import LiveSettings
-from tierd.server.operators.recorder import Recorder
 from tierd.server.operators.scrubbing import Scrubbing
 from tierd.server.operators.tree import Trees
 from tierd.server.operators.wear import Wear
+from tierd.server.recording.recorder import Recorder
 from tierd.store_codecs import EncodingCounts
 from tierd.tiers.arena.arena import Arena
 from tierd.tiers.tier import Tier

@@ -20,7 +20,7 @@ from tierd._proto import admin_pb2 as pb
 from tierd.cache.cache import Cache
 from tierd.core.plan import GroupQuery
 from tierd.errors import InvalidArgument, NotFound, Overloaded, TierFailed
-from tierd.server.operators.recording import Bounds, Recording
+from tierd.server.recording.recording import Bounds, Recording
 from tierd.tiers.io.lock import private_directory
 
 log = structlog.get_logger(__name__)

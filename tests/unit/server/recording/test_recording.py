@@ -23,8 +23,8 @@ from tierd.cli.trace import read_trace
 from tierd.core.formats.block import NamespaceSpec
 from tierd.core.plan import GroupQuery
 from tierd.server.operators import recording
-from tierd.server.operators.numbering import Numbers
-from tierd.server.operators.recording import Bounds, Recording
+from tierd.server.recording.numbering import Numbers
+from tierd.server.recording.recording import Bounds, Recording
 from tierd.simulator.sequences import Request
 from tierd.testing import chain
 

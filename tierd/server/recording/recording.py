@@ -28,7 +28,7 @@ import structlog
 
 from tierd.core.formats.block import Namespace
 from tierd.core.plan import GroupQuery, Ids
-from tierd.server.operators.numbering import Numbers
+from tierd.server.recording.numbering import Numbers
 
 log = structlog.get_logger(__name__)
 
