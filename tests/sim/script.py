@@ -148,7 +148,7 @@ def write(seed: int, *, depth: int = DEPTH) -> Script:
     events = [
         Event(at_s, name, rng.randrange(64), rng.getrandbits(32)) for at_s, name in zip(times, names, strict=True)
     ]
-    events += _settings(random.Random(f"settings {seed}"))
+    events += _settings(random.Random(f"changed {seed}"))
     return Script(seed, machine, tuple(sorted(events, key=lambda event: event.at_s)), frozenset(kinds))
 
 
