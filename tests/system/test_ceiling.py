@@ -50,7 +50,7 @@ def asked(*arguments: str) -> dict[str, Any]:
 
 
 def address_of(daemon: Daemon) -> str:
-    """Where the daemon serves its metrics, as its log says."""
+    """The address of the daemon's metrics, by its log."""
     (found,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", daemon.log)
     return str(found)
 

@@ -32,8 +32,8 @@ COLUMNS = (
 def ceiling(ask: Ask) -> None:
     """Shows the hit ratio that more memory would have given, over 15 minutes, an hour, a day.
 
-    The daemon simulates its tiers at half, twice and four times their size on a sample of the
-    requests. `memory` is host memory and stores together. In JSON a factor of 0 means no limit.
+    The daemon simulates other sizes of its tiers on a sample of the blocks. `memory` is host memory
+    and stores together. In JSON a factor of 0 means no limit.
     """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.CeilingRequest())
