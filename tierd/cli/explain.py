@@ -175,7 +175,7 @@ def elsewhere(space: Space, other: Space, found: pb.Cause, hash: bytes) -> pb.Ca
 def draw_requests(console: Console, reply: pb.ExplainReply, what: str) -> None:
     """Prints a row for each request; for one id also the reasons in words."""
     rows = [request_row(row) for row in reply.requests]
-    show_table(console, REQUEST_COLUMNS, rows, empty="the record has no such request")
+    show_table(console, REQUEST_COLUMNS, rows, empty="no such request yet" if reply.bytes else "")
     if what:
         draw_reasons(console, [(f"{row.kind}:", row.cause) for row in reply.requests])
         if any(row.cause.cause in UNSEEN for row in reply.requests):
@@ -253,7 +253,11 @@ def cause_text(cause: pb.Cause) -> Text:
 
 
 def draw_record(console: Console, reply: pb.ExplainReply) -> None:
-    """Prints the size of the record."""
+    """Prints the size of the record, or that there is none."""
+    if not reply.bytes:
+        off = "no record: server.decisions is 0; set it in the configuration file, and restart"
+        console.print(Text(off, style="yellow"), soft_wrap=True)
+        return
     parts = f"{human_count(reply.decisions)} decisions", human_seconds(reply.since_s), human_bytes(reply.bytes)
     console.print()
     console.print(Text("the record: {} of the last {}, {} of memory".format(*parts), style="dim"), soft_wrap=True)
