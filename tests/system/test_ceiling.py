@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.sim.test_ceiling import conversations
+from tests.system.inside import CONFIG as INSIDE
 from tests.system.inside import inside
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
@@ -30,6 +31,7 @@ CONFIG = """\
 nvme = []
 
 [server]
+ceiling = true
 clock = "replay"
 metrics_listen = "127.0.0.1:0"
 
@@ -136,7 +138,7 @@ def test_without_an_estimate_the_reason_is_named(ceiling: str, capacity: str, re
 @contextlib.asynccontextmanager
 async def asked_for() -> AsyncIterator[tuple[Ceiling, GroupQuery]]:
     """The ceiling of a daemon in this process, and a query of eight blocks."""
-    async with inside() as daemon:
+    async with inside(INSIDE.replace("[server]", "[server]\nceiling = true")) as daemon:
         cache, estimate = daemon.daemon.cache, daemon.listeners._ceiling
         cache.open_session(7, tenant="t")
         namespace = cache.open_namespace(7, NamespaceSpec("m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES))

@@ -48,8 +48,7 @@ HELD = 1 << 14
 LEAST_HELD, LEAST_SAMPLED = 32, 100
 """A miniature of the daemon's own size says nothing if it holds fewer blocks: of all, of a sample."""
 SAMPLED_PER_MINUTE = 3000
-PIECE = 2048
-"""Sampled blocks of one request at most: their work holds the loop for some 3 ms."""
+"""So many are also the most of one request: their work holds the loop for some 4 ms."""
 RISE_MINUTES = 60
 """After so many minutes with a quarter of the work the rate doubles."""
 BATCH, LEAST_BATCH, BATCH_PART = 128, 32, 16
@@ -276,13 +275,13 @@ class Estimator:
         return [asked for asked in left if len(asked.mixed)]
 
     def _limit_work(self, minute: int, count: int) -> None:
-        """Halves the rate if this many blocks more are too many for a piece or the minute. Doubles it
-        after RISE_MINUTES with a quarter of that."""
+        """Halves the rate while this many blocks more are too many for the minute. Doubles it after
+        RISE_MINUTES with a quarter of that."""
         self._in_minute = count + (self._in_minute if minute == self._minute else 0)
         self._minute = minute
-        while count > PIECE or self._in_minute > SAMPLED_PER_MINUTE:
+        while self._in_minute > SAMPLED_PER_MINUTE:
             self._thin()
-            count, self._in_minute, self._rose = count // 2, self._in_minute // 2, minute - RISE_MINUTES
+            self._in_minute, self._rose = self._in_minute // 2, minute - RISE_MINUTES
         if self._in_minute > SAMPLED_PER_MINUTE // 4:
             self._busy = minute
         elif self._may_rise:

@@ -159,7 +159,7 @@ def test_a_sample_that_says_nothing_is_not_worked_on(monkeypatch: pytest.MonkeyP
 def test_the_work_of_one_request_is_bounded() -> None:
     """A request of very many blocks thins the sample until its work is short."""
     beside = made(1024)
-    ask(beside, chain(1, 3 * estimator.PIECE))
+    ask(beside, chain(1, 3 * estimator.SAMPLED_PER_MINUTE))
     assert beside.sample.bits == 2
 
 
