@@ -90,6 +90,10 @@ class LiveSettings:
         finally:
             task.cancel()
 
+    async def finish(self) -> None:
+        """Waits for a change that is under way. No other one begins."""
+        await self._lock.acquire()
+
     async def _set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> Changed:
         async with self._lock:
             return await self._change(with_changes(self.config, texts), is_check=is_check, who=who)
