@@ -49,7 +49,7 @@ class LiveSettings:
     def __init__(self, daemon: Assembly, apply_server: Callable[[ServerConfig], None] = lambda _: None) -> None:
         self._daemon, self._apply_server = daemon, apply_server
         self._at_start = daemon.config.server
-        self._lock = asyncio.Lock()
+        self._lock, self._is_ending = asyncio.Lock(), False
 
     @property
     def config(self) -> Config:
@@ -91,7 +91,8 @@ class LiveSettings:
             task.cancel()
 
     async def finish(self) -> None:
-        """Waits for a change that is under way. No other one begins."""
+        """The daemon ends: a shrink that is under way gives up, and no other change begins."""
+        self._is_ending = True
         await self._lock.acquire()
 
     async def _set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> Changed:
@@ -136,7 +137,7 @@ class LiveSettings:
         notes, hosts = list[str](), list(new.host)
         for tier, index, places in self._resized(new):
             if places < 0:
-                gone, why = await shrink(self._daemon.cache, tier, -places)
+                gone, why = await shrink(self._daemon.cache, tier, -places, gives_up=lambda: self._is_ending)
                 capacity = tier.spec.capacity_bytes - gone * tier.spec.segment_bytes
                 hosts[index] = replace(hosts[index], capacity=capacity)
                 notes += [why] if why else []
