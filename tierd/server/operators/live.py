@@ -170,15 +170,16 @@ class LiveSettings:
             if isinstance(tier, NvmeStore):
                 self._apply_store(tier, new.nvme[tier.spec.index])
         cache.background.wake()  # watermarks may be exceeded now
-        for position in changing:
+        for position, old in changing:
             await hand_over(cache.core, position, cache.clock.now)
+            cache.parts.decisions.replaced(old, tier=position)
 
-    def _apply_specs(self, new: Config) -> list[int]:
-        """The tiers whose eviction policy changes."""
+    def _apply_specs(self, new: Config) -> list[tuple[int, str]]:
+        """The tiers whose eviction policy changes, each with its old one."""
         core, now, changing = self._daemon.cache.core, self._daemon.cache.clock.now(), []
         for tier, (spec, _) in zip(self._daemon.tiers, specs_of(new), strict=True):
             if core.tuning.set_spec(tier.position, spec, now):
-                changing.append(tier.position)
+                changing.append((tier.position, tier.spec.eviction))
             tier.spec = spec
         return changing
 
