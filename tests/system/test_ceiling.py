@@ -170,3 +170,30 @@ async def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         assert (told.lost, told.windows[0].tokens) == (1, 2 * 8 * TOKENS)
         estimate.note([group], is_lookup=False)
         assert (await estimate.reply()).windows[0].tokens == 3 * 8 * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("changed", "size"),
+    [
+        ({"host.0.capacity": "4 MiB"}, 20 << 20),
+        ({"host.0.eviction": "lru", "nvme.0.eviction": "lru"}, 24 << 20),
+        ({"host.0.headroom": "0.5", "host.0.low_watermark": "0.1"}, 24 << 20),
+    ],
+)
+async def test_other_tiers_have_another_estimate(changed: dict[str, str], size: int) -> None:
+    """When a tier gets another size, policy or watermark, the estimate is of it and begins anew."""
+    async with inside() as daemon:
+        cache, estimate, live = daemon.daemon.cache, daemon.listeners._ceiling, daemon.listeners.live
+        assert estimate is not None
+        cache.open_session(7, tenant="t")
+        namespace = cache.open_namespace(7, NamespaceSpec("m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES))
+        group = GroupQuery((namespace.id,), chain(1, 8), TOKENS, 8 * TOKENS)
+        sizes = []
+        for settings in ({}, changed, {"server.call_timeout": "9 s"}):
+            await live.set(settings, is_check=False, who={})
+            estimate.note([group], is_lookup=False)
+            told = (await estimate.reply()).windows[0]
+            sizes.append((told.tokens, told.points[1].bytes))
+        assert sizes == [(8 * TOKENS, 24 << 20), (8 * TOKENS, size), (16 * TOKENS, size)]
+        fresh = Ceiling(daemon.daemon)
+        assert estimate._estimator._levels == fresh._estimator._levels

@@ -139,6 +139,8 @@ def evicted(tmp_path: Path) -> Iterator[Any]:
         assert int(facts["session"]) and "put" in found["text"]
         assert its.ctl("explain", found["hash"][:16])["blocks"][0]["cause"] == found["cause"]
         assert its.prompt()[0]["facts"] == facts
+        its.ctl("set", "host.0.eviction=arc")
+        assert its.request()["cause"]["facts"] == facts, "the policy of then is named"
         yield found
 
 
@@ -344,6 +346,16 @@ def shown(its: World, *arguments: str) -> tuple[int, str]:
     """Exit code and text of `tierctl explain` without --json."""
     done = CliRunner().invoke(ctl.cli, ["explain", *arguments, "--target", its.daemon.target], prog_name="tierctl")
     return done.exit_code, done.output
+
+
+def test_a_tier_made_smaller_is_the_reason(tmp_path: Path) -> None:
+    """Blocks that left with the memory of their tier miss because of the operator, not of a policy."""
+    with world(tmp_path) as its:
+        its.fill(20)
+        its.ctl("set", "host.0.capacity=1 MiB")
+        assert its.get() == 0
+        cause = its.request()["cause"]
+        assert cause["cause"] == Cause.EVICTED_BY_OPERATOR and "smaller" in cause["text"]
 
 
 def test_people_read_the_reasons(tmp_path: Path) -> None:

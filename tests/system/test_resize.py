@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -157,12 +159,34 @@ def test_segments_that_a_client_holds_stay() -> None:
         with RawClient(daemon.target) as operator:
             sessions = operator.call(operator.admin.Sessions, apb.SessionsRequest()).sessions
         (holder,) = [session.id for session in sessions if session.name == "holder"]
-        assert str(holder) in note and "not to 256 KiB" in note and 1 < capacity(daemon) < 8
+        assert f"held by sessions {str(holder)[:8]} (" in note and "not to 256 KiB" in note and 1 < capacity(daemon) < 8
         assert all(right(views, seed) == COUNT for seed, views in enumerate(held))
         flush(daemon)
         del held
         assert resize(daemon, 1) == [] and capacity(daemon) == 1
         assert found(client, space, range(15)) == 15 * COUNT
+
+
+def test_a_daemon_that_shrinks_can_end() -> None:
+    """SIGTERM during a shrink that waits for a client: the shrink gives up, and the blocks survive."""
+    server = '[server]\nshutdown_deadline = "2 s"\n'
+    with Daemon(server + config(8)) as daemon, Client(daemon.target, name="holder") as client:
+        space = client.open_namespace(SMALL)
+        assert sum(put(client, space, seed, COUNT).stored for seed in range(15)) == 15 * COUNT
+        flush(daemon)
+        held = [client.get(space, chain(seed, COUNT)).views for seed in range(15)]
+        await_true(lambda: data_bytes(daemon) == 8 * SEGMENT, "all memory is made")
+        (daemon.root / "tierd.toml").write_text(daemon._with_arena(server + config(1)))
+        os.kill(daemon.pid, signal.SIGHUP)
+        await_true(lambda: data_bytes(daemon) < 8 * SEGMENT, "the shrink has begun")
+        assert daemon.stop() == 0
+        said = daemon.log
+        assert "configuration read again" in said and "Traceback" not in said
+        assert said.index("stopping") < said.index("segments are held") < said.index("ended")
+        assert all(right(views, seed) == COUNT for seed, views in enumerate(held))
+        daemon.start()
+        with Client(daemon.target) as other:
+            assert found(other, other.open_namespace(SMALL), range(15)) == 15 * COUNT
 
 
 @pytest.mark.parametrize(("point", "later"), [("arena.close.before_catalogue", 4), ("arena.close.before_discard", 12)])

@@ -15,10 +15,14 @@ from tierd.metrics import Metrics
 
 
 def served_by_tier(groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> list[int]:
-    """Tokens of the served prefix, by the nearest tier that held them."""
+    """Tokens of the served prefix, by the nearest tier that held them. A block that was put
+    meanwhile counts for the tier that serves it."""
     if served.tokens == got.tokens:
         return got.tier_tokens
-    return tier_tokens(groups[0], got.nearest, served.tokens, tiers=len(got.tier_tokens))
+    if not served.tokens:
+        return [0] * len(got.tier_tokens)
+    held = np.where(got.nearest < 0, served.groups[0].extents["tier"].flat[0], got.nearest)
+    return tier_tokens(groups[0], held, served.tokens, tiers=len(got.tier_tokens))
 
 
 def count_served(parts: Parts, *, groups: Sequence[GroupQuery], got: Acquisition, served: Served) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,7 +160,8 @@ class Scrub:
     def start(self) -> None:
         """Starts the background, unless period_s is 0 or the clock is a replay clock."""
         if self.period_s and not self._cache.clock.is_replay:
-            self._task = asyncio.create_task(self._run_for_ever())
+            # Of no call, even if an operator's call begins it: its lines and spans have none.
+            self._task = asyncio.create_task(self._run_for_ever(), context=Context())
 
     def set_pace(self, *, period_s: float, bandwidth: int) -> None:
         """Sets both while it runs. Another period begins a new pass; 0 ends the one under way."""

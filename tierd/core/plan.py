@@ -411,7 +411,7 @@ class CoreStats:
 class PagesHeld:
     """Readable pages of a tier in the order of their ids. extents: EXTENT [n]; blocks: int64 [n].
     is_sealed: bool [n], only the daemon can write to the page, so a verification stays valid.
-    places: int64 [n], the segment's place in the tier; empty if unknown."""
+    places: int64 [n], the segment's place among those that the tier has; empty if unknown."""
 
     extents: StructArray
     blocks: Ids

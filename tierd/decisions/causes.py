@@ -50,11 +50,11 @@ MEANINGS: Mapping[Cause, str] = {
     Cause.CORRUPT: "Its page had wrong bytes and is in quarantine.",
     Cause.READ_FAILED: "It was there, but the read failed or was late.",
     Cause.TOO_COARSE: "It is stored by a lossy codec with a greater error than the client accepts.",
-    Cause.EVICTED_BY_OPERATOR: "An operator evicted it.",
+    Cause.EVICTED_BY_OPERATOR: "An operator evicted it, or made its tier smaller.",
     Cause.STORE_FAILED: "The store that held its last copy failed.",
     Cause.OUT_OF_SERVICE: "The tier that holds it is out of service.",
     Cause.BUSY: "The read queue of the tier that holds it was full.",
-    Cause.NO_ROOM: "The tier that was asked for had no room for it.",
+    Cause.NO_ROOM: "The tier that was asked for had no room for it: sessions held it, or it has too few segments.",
     Cause.SLOWER_THAN_COMPUTING: "The engine expected loading to take longer than computing.",
 }
 """Cause -> what it means, in one sentence."""

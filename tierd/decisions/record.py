@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ from tierd.core.formats.model import FREED, HASH_BYTES, Reason, StructArray
 from tierd.core.plan import NONE_FREED, Acquisition, GroupQuery, Ids, LookupResult, Served
 from tierd.decisions.causes import LOSSES
 
+POLICIES = 100
+"""Latest changes of eviction policies that are kept."""
 REQUEST_BYTES = 64
 """Bytes of an engine's request id that are kept."""
 NO_HASH = bytes(HASH_BYTES)
@@ -137,6 +140,7 @@ class Decisions:
         self.requests, self.losses = Ring(request_dtype(tiers), limit), Ring(LOSS, limit)
         self.former, self._now, self._limit = frozenset(former), now, limit
         self._started = now()
+        self._policies = deque[tuple[float, int, str]](maxlen=POLICIES)
         self._row = struct.Struct(f"<3dfQ2I2B2Q{REQUEST_BYTES}s{HASH_BYTES}s{tiers}Q")
         assert self._row.size == self.requests.rows.itemsize, "the struct is the dtype's"
         assert _CAUSE.size + FREED.itemsize == LOSS.itemsize, "the struct is the dtype's"
@@ -221,3 +225,11 @@ class Decisions:
         """Records `losses_of`. session: whose request needed the room, 0: none's. wanted: the first
         block that got it. need: why it was transferred there."""
         self.losses.extend(_CAUSE.pack(self._now(), session, need, wanted), losses)
+
+    def replaced(self, policy: str, *, tier: int) -> None:
+        """A tier has got another eviction policy than this one."""
+        self._policies.append((self._now(), tier, policy))
+
+    def policy_at(self, time: float, *, tier: int) -> str:
+        """The eviction policy of a tier at this time; empty: that of now."""
+        return next((policy for until, its, policy in self._policies if its == tier and time <= until), "")

@@ -173,6 +173,7 @@ async def _settle(daemon: Assembly, listeners: Listeners) -> None:
     listeners.refuse_new()
     daemon.cache.process_notices(None)
     daemon.cache.events.close()  # otherwise watchers would keep their calls open until the deadline
+    await _in_time(listeners.live.finish(), deadline)
     await _in_time(daemon.scrub.stop(), deadline)
     await listeners.finish_calls(timeout_s=max(0.0, deadline - time.monotonic()))
     await _in_time(daemon.cache.health.stop(), deadline)

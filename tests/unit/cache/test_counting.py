@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -10,8 +11,9 @@ import pytest
 
 from tests.unit.cache.world import SOON_S, TOKENS, World, opened
 from tierd import failpoint
+from tierd.cache.counting import served_by_tier
 from tierd.cache.operator import Operator
-from tierd.core.formats.model import Durability, TierKind
+from tierd.core.formats.model import Durability, Need, TierKind
 from tierd.core.plan import GroupQuery
 from tierd.testing import chain
 
@@ -105,3 +107,24 @@ async def test_every_token_asked_for_is_counted_once() -> None:
     found, reasons = zip(*[await run(seed) for seed in range(4)], strict=True)
     assert all(map(sum, zip(*found, strict=True))), "the traffic had all of it"
     assert {"absent", "failed"} <= set().union(*reasons)
+
+
+async def test_a_block_that_was_put_meanwhile_is_counted() -> None:
+    """The read of a windowed get's last block fails. An earlier window is served, which was put after
+    the get began: its tokens count for the memory that has them."""
+    async with opened() as world:
+        names = chain(7, 3)
+        await world.put(names, durability=Durability.DURABLE)
+        await Operator(world.cache).evict([name.tobytes().hex() for name in names[:2]], "")
+        await Operator(world.cache).evict([names[2].tobytes().hex()], "host.0")
+        query = dataclasses.replace(world.query(names), need=Need.LAST_TOKENS, need_tokens=TOKENS)
+        failpoint.arm("mover.load.before_verify", "error:EIO")
+        now = world.cache.clock.now
+        got = world.cache.core.acquire(world.session, groups=[query], kind=TierKind.HOST, now=now(), shut=())
+        assert (got.tokens, got.nearest.tolist()) == (3 * TOKENS, [-1, -1, STORE])
+        world.cache.flights.start(got.plan)
+        await world.put(names[:2])
+        await world.cache.flights.landed(got.plan, timeout_s=SOON_S)
+        served = world.cache.core.settle(got.lease, now=now())
+        assert served.tokens == 2 * TOKENS
+        assert served_by_tier([query], got, served) == [TOKENS, 0]

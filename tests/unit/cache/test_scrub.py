@@ -12,7 +12,7 @@ import pytest
 
 from tests.depth import count
 from tests.unit.cache.world import CONFIG, SOON_S, World, opened
-from tierd import failpoint
+from tierd import call_context, failpoint
 from tierd.cache.scrub import BATCH_BYTES, UNREAD_LIMIT, Pacer, Pass, Scrub
 from tierd.core.formats.model import UNVERIFIED, Durability, Fault
 from tierd.errors import Overloaded
@@ -261,6 +261,23 @@ async def test_another_period_holds_at_once() -> None:
         await asyncio.sleep(0.2)
         assert scrub.last is last and scrub.current is None
         await scrub.stop()
+
+
+async def test_a_scrub_belongs_to_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A background that an operator's call begins does not log or trace in that call's name."""
+    seen = list[dict[str, str]]()
+
+    async def run(_scrub: Scrub) -> None:
+        seen.append(dict(call_context.fields()))
+
+    monkeypatch.setattr(Scrub, "_run_for_ever", run)
+    async with opened() as world:
+        scrub = Scrub(world.cache, period_s=0, bandwidth=1)
+        with call_context.InCall("c1", "Set"):
+            scrub.set_pace(period_s=1, bandwidth=1)
+        await asyncio.sleep(0)
+        await scrub.stop()
+    assert seen == [{}]
 
 
 # -- disks that do not answer

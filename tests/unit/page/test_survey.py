@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -41,6 +42,25 @@ async def test_every_page_is_in_its_square() -> None:
             expected = np.bincount([at * 960 // spec.capacity_bytes for at in begins], minlength=960)
             assert squares["pages"] == expected.tolist()
             assert sum(squares["bytes"]) == world.cache.core.tier_stats()[position].used_bytes
+
+
+async def test_a_smaller_tier_has_a_whole_map() -> None:
+    """When places in front are gone, the pages of the others are at the front of the map."""
+    async with opened() as world:
+        await world.put(NAMES)
+        tuning, now = world.cache.core.tuning, world.cache.clock.now
+        first = tuning.used_places(0)[0]
+        tier = world.cache.tiers[0]
+        vacant = tier.spec.capacity_bytes // tier.spec.segment_bytes - len(tuning.used_places(0))
+        tuning.close_places(0, vacant + 1, [first])
+        world.cache.flights.start(world.cache.core.evict(tuning.blocks_at(0, first), tier=0, now=now()))
+        assert not tuning.closing(0)
+        left = (len(tuning.used_places(0))) * tier.spec.segment_bytes
+        tier.spec = dataclasses.replace(tier.spec, capacity_bytes=left)
+        tuning.set_spec(0, tier.spec, now())
+        pages = (await walked(world))["tiers"]["host.0"]["pages"]
+        held = world.cache.core.pages_held(0, after=-1, limit_bytes=1 << 40)
+        assert left and sum(pages) == len(held.blocks) and pages[0] and max(pages) <= 2
 
 
 async def test_squares_tell_hits_and_age() -> None:

@@ -147,6 +147,7 @@ class Listing:
         fits = int(np.searchsorted(np.cumsum(pages_of.class_bytes(pages)), limit_bytes, side="right"))
         pages = pages[: max(1, fits)]
         blocks, places = pages_of.block[pages].astype(np.int64), pages_of.place[pages].astype(np.int64)
+        places -= np.searchsorted(sorted(pages_of.closed), places)
         return PagesHeld(pages_of.extents(pages), blocks, pages_of.is_sealed(pages), places)
 
     def quarantined(self, tier: int) -> StructArray:

@@ -34,6 +34,7 @@ from tierd.core.formats.model import (
     TierKind,
 )
 from tierd.core.plan import Bytes, Committed, GroupQuery, Lengths, PutQuery, Served
+from tierd.decisions.record import REQUEST_BYTES
 from tierd.errors import InvalidArgument
 
 NamespaceOf = Callable[[int, bytes], Namespace]
@@ -133,7 +134,7 @@ def _query(group: pb.Group, namespace: Namespace) -> GroupQuery:
         need=Need(group.need),
         need_tokens=min(group.need_tokens, tokens),  # all tokens at most, to fit the core's columns
         error_limit=error_limit(group.error_limit),
-        request=group.request,
+        request=group.request[:REQUEST_BYTES],
     )
 
 

@@ -2,7 +2,8 @@
 
 It passes the clients' requests to the estimator (tierd/ceiling), whose work it cuts into pieces on
 the event loop. It also tells the estimator how many blocks the tiers hold. No call waits for it. A
-fault of the estimate ends the estimate, and nothing else.
+fault of the estimate ends the estimate, and nothing else. If an operator gives a tier another size,
+policy or watermark, the estimate begins anew.
 
 A request is a lookup, or an acquire without one. Engines look a prompt up, then acquire what was
 found. So an acquire within LOOKUP_S of a lookup with the same first block belongs to that lookup.
@@ -76,20 +77,16 @@ class Ceiling:
 
     def __init__(self, daemon: Assembly) -> None:
         self._cache, self._metrics = daemon.cache, daemon.metrics
-        tiers = sorted((tier.spec for tier in daemon.tiers), key=lambda spec: spec.distance)
-        self._levels = [list(specs) for _, specs in itertools.groupby(tiers, key=lambda spec: spec.distance)]
-        levels = [level_of(specs[0]) for specs in self._levels]
-        self._estimator = Estimator(levels, daemon.policies.traffic, self._cache.clock.now())
+        self._tiers, self._policies = daemon.tiers, daemon.policies
         self._lookups, self._trouble = Lookups(), ""
         self._calls, self._blocks, self._lost = list[_Call](), 0, 0
-        self._held: dict[str, int] = {}
-        """The most pages that each tier has held."""
         self._page_bytes, self._pages_per_block = 0, 1.0
         self._hit = self._asked = 0
         self._turn = asyncio.Lock()
         self._working: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._begin_estimate(self._limits())
 
     def start(self) -> None:
         """Starts the refresh."""
@@ -132,6 +129,20 @@ class Ceiling:
 
     # -- inside
 
+    def _limits(self) -> list[tuple[Level, int]]:
+        """What the estimate assumes of each tier."""
+        return [(level_of(tier.spec), tier.spec.capacity_bytes - tier.spec.headroom_bytes) for tier in self._tiers]
+
+    def _begin_estimate(self, limits: list[tuple[Level, int]]) -> None:
+        tiers = sorted((tier.spec for tier in self._tiers), key=lambda spec: spec.distance)
+        self._levels = [list(specs) for _, specs in itertools.groupby(tiers, key=lambda spec: spec.distance)]
+        levels, now = [level_of(specs[0]) for specs in self._levels], self._cache.clock.now()
+        self._estimator, self._estimated = Estimator(levels, self._policies.traffic, now), limits
+        self._held: dict[str, int] = {}
+        """The most pages that each tier has held."""
+        self._evicted = {stats.name: stats.evictions for stats in self._cache.core.tier_stats()}
+        self._resize()
+
     def _begin(self) -> None:
         if self._working is None or self._working.done():
             self._working = asyncio.get_running_loop().create_task(self._work())
@@ -141,6 +152,8 @@ class Ceiling:
         between two steps."""
         async with self._turn:
             with self._guarded():
+                if (limits := self._limits()) != self._estimated:
+                    self._begin_estimate(limits)
                 self._pass_on()
                 while not self._trouble and (self._estimator.is_due or to_end):
                     for _ in self._estimator.steps(self._cache.clock.now()):
@@ -202,7 +215,7 @@ class Ceiling:
         """Pages that a tier holds when it is full. Once it has evicted as many, what it held shows
         also the space that size classes waste."""
         held = self._held[spec.name]
-        if stats.evictions > held:
+        if stats.evictions - self._evicted[spec.name] > held:
             return held
         page = stats.used_bytes / _pages(stats) if _pages(stats) else self._page_bytes + spec.slot_overhead_bytes
         return max(held, (spec.capacity_bytes - spec.headroom_bytes) / page)

@@ -168,8 +168,9 @@ class Explaining:
         cause, idle_s = LOSSES[Reason(page["reason"])], float(row["time"] - page["last_used"])
         text, facts = MEANINGS[cause], {"idle_s": f"{idle_s:.3f}"}
         if cause is Cause.EVICTED:
-            facts |= {"policy": spec.eviction, "rank": str(page["rank"]), "candidates": str(page["candidates"])}
-            text = f"{spec.name} evicted it, unused for {idle_s:.3g} s, by {spec.eviction}"
+            policy = self._record.policy_at(float(row["time"]), tier=int(page["extent"]["tier"])) or spec.eviction
+            facts |= {"policy": policy, "rank": str(page["rank"]), "candidates": str(page["candidates"])}
+            text = f"{spec.name} evicted it, unused for {idle_s:.3g} s, by {policy}"
             if page["rank"]:
                 text += f", rank {page['rank']:,} of {page['candidates']:,} candidates, the coldest first"
             else:

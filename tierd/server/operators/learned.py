@@ -35,9 +35,8 @@ class Learned:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts saving."""
-        if self._policies.traffic is not None:
-            self._task = asyncio.create_task(self._keep_for_ever())
+        """Starts saving; a policy that learns may come later."""
+        self._task = asyncio.create_task(self._keep_for_ever())
 
     async def stop(self) -> None:
         """Saves a last time."""

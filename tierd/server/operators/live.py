@@ -49,7 +49,7 @@ class LiveSettings:
     def __init__(self, daemon: Assembly, apply_server: Callable[[ServerConfig], None] = lambda _: None) -> None:
         self._daemon, self._apply_server = daemon, apply_server
         self._at_start = daemon.config.server
-        self._lock = asyncio.Lock()
+        self._lock, self._is_ending = asyncio.Lock(), False
 
     @property
     def config(self) -> Config:
@@ -89,6 +89,11 @@ class LiveSettings:
             yield
         finally:
             task.cancel()
+
+    async def finish(self) -> None:
+        """The daemon ends: a shrink that is under way gives up, and no other change begins."""
+        self._is_ending = True
+        await self._lock.acquire()
 
     async def _set(self, texts: Mapping[str, str], *, is_check: bool, who: Mapping[str, Any]) -> Changed:
         async with self._lock:
@@ -132,7 +137,7 @@ class LiveSettings:
         notes, hosts = list[str](), list(new.host)
         for tier, index, places in self._resized(new):
             if places < 0:
-                gone, why = await shrink(self._daemon.cache, tier, -places)
+                gone, why = await shrink(self._daemon.cache, tier, -places, gives_up=lambda: self._is_ending)
                 capacity = tier.spec.capacity_bytes - gone * tier.spec.segment_bytes
                 hosts[index] = replace(hosts[index], capacity=capacity)
                 notes += [why] if why else []
@@ -165,15 +170,16 @@ class LiveSettings:
             if isinstance(tier, NvmeStore):
                 self._apply_store(tier, new.nvme[tier.spec.index])
         cache.background.wake()  # watermarks may be exceeded now
-        for position in changing:
+        for position, old in changing:
             await hand_over(cache.core, position, cache.clock.now)
+            cache.parts.decisions.replaced(old, tier=position)
 
-    def _apply_specs(self, new: Config) -> list[int]:
-        """The tiers whose eviction policy changes."""
+    def _apply_specs(self, new: Config) -> list[tuple[int, str]]:
+        """The tiers whose eviction policy changes, each with its old one."""
         core, now, changing = self._daemon.cache.core, self._daemon.cache.clock.now(), []
         for tier, (spec, _) in zip(self._daemon.tiers, specs_of(new), strict=True):
             if core.tuning.set_spec(tier.position, spec, now):
-                changing.append(tier.position)
+                changing.append((tier.position, tier.spec.eviction))
             tier.spec = spec
         return changing
 

@@ -2,12 +2,14 @@
 
 A tier that shrinks empties the segments that go. It writes to the next tier what it alone has,
 evicts the blocks, and frees the files one by one. Pages that sessions hold stay until they are
-released. If nothing moves for STILL_S, the segments that are left stay in the tier.
+released. If nothing moves for STILL_S, or the daemon ends, the segments that are left stay in the
+tier.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from tierd.cache.cache import Cache
 from tierd.core.formats.model import TierSpec
@@ -33,13 +35,13 @@ def grow(cache: Cache, tier: MappedTier, places: int) -> None:
     tier.grow(places)
 
 
-async def shrink(cache: Cache, tier: MappedTier, places: int) -> tuple[int, str]:
+async def shrink(cache: Cache, tier: MappedTier, places: int, *, gives_up: Callable[[], bool]) -> tuple[int, str]:
     """Takes so many segments from a tier. Returns how many are gone, and why not all; the caller
-    sets the spec."""
+    sets the spec. gives_up: whether the rest shall stay."""
     tuning, position = cache.core.tuning, tier.position
     tuning.close_places(position, places, await _order(cache, position))
     try:
-        freed = await _close(cache, tier, places)
+        freed = await _close(cache, tier, places, gives_up)
     finally:
         holders, kept = tuning.holders(position), tuning.keep_places(position)
     gone = places - kept
@@ -47,12 +49,13 @@ async def shrink(cache: Cache, tier: MappedTier, places: int) -> tuple[int, str]
     if not kept:
         return gone, ""
     size, wanted = (format_bytes((places_of(tier.spec) - n) * tier.spec.segment_bytes) for n in (gone, places))
-    by = f"sessions {', '.join(map(str, holders))} (`tierctl sessions`)" if holders else "operators' pins"
-    why = f"shrunk to {size}, not to {wanted}; {kept} segments are held by {by}; set it again later"
+    short = ", ".join(str(holder)[:8] for holder in holders)  # as `tierctl sessions` shows them
+    by = f"sessions {short} (`tierctl sessions`)" if holders else "operators' pins"
+    why = f"shrunk to {size}, not to {wanted}; held by {by}: {kept} of its segments; set it again later"
     return gone, f"{tier.spec.name}: {why}"
 
 
-async def _close(cache: Cache, tier: MappedTier, places: int) -> int:
+async def _close(cache: Cache, tier: MappedTier, places: int, gives_up: Callable[[], bool]) -> int:
     """Empties closing places and frees their memory, until none is left or nothing moves any more.
     Returns how many were freed."""
     tuning, position, loop = cache.core.tuning, tier.position, asyncio.get_running_loop()
@@ -65,7 +68,7 @@ async def _close(cache: Cache, tier: MappedTier, places: int) -> int:
         freed = closed
         if (pinned, freed) != before:
             before, still_since = (pinned, freed), loop.time()
-        if freed == places or loop.time() - still_since > STILL_S:
+        if freed == places or gives_up() or loop.time() - still_since > STILL_S:
             return freed
         await asyncio.sleep(LOOK_S)
 

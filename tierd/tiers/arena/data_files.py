@@ -91,8 +91,12 @@ class DataFiles:
             self._spares.append((path, self._map(path)))
 
     def held_bytes(self) -> int:
-        """Bytes that the files use now."""
-        return sum(p.lstat().st_blocks * 512 for p in self._directory.glob(f"*{SUFFIX}"))
+        """Bytes that the files use now. One that gets another name meanwhile may not count."""
+        held = 0
+        for path in self._directory.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                held += path.lstat().st_blocks * 512
+        return held
 
     def start(self) -> None:
         """Begin to make spare files in the background."""
@@ -177,7 +181,7 @@ class DataFiles:
         """Give up so many files that no segment has: those still to be made first. In a thread: it
         waits for files that are being made, or that come back from a segment that has ended."""
         patience = LOOKS
-        while count:
+        while count and not self._stop.is_set():
             with self._changed:
                 unmade = min(count, self._unmade)
                 self._unmade -= unmade

@@ -47,6 +47,11 @@ def test_group_becomes_query(namespace: Namespace) -> None:
     assert query.hashes.tobytes() == HASHES
 
 
+def test_a_long_request_id_is_cut(namespace: Namespace) -> None:
+    """A client's id of megabytes takes no memory of leases, and no room in the log."""
+    assert _query(namespace, request=b"r" * (1 << 20))[0].request == b"r" * 64
+
+
 def test_short_tail_is_taken(namespace: Namespace) -> None:
     """Tokens that end within the last block are a short tail."""
     assert _query(namespace, tokens=33)[0].tokens == 33

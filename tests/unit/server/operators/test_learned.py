@@ -54,6 +54,20 @@ def test_the_next_life_knows_what_this_one_learnt(tmp_path: Path) -> None:
     assert (again.worth != Learner().worth).any()
 
 
+def test_a_policy_that_comes_later_is_kept_too(tmp_path: Path) -> None:
+    """An operator chooses a policy that learns after the start: its learner is saved."""
+
+    async def keep() -> None:
+        policies = NamedPolicies()
+        learned = Learned(policies, tmp_path)
+        learned.start()
+        policies.traffic = taught().traffic
+        await learned.stop()
+
+    asyncio.run(keep())
+    assert read_learner(tmp_path) is not None
+
+
 def test_nobody_learns_nothing_is_kept(tmp_path: Path) -> None:
     """Without a policy that learns there is no file."""
     kept(taught("lru"), tmp_path)

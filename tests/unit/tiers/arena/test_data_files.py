@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from tests.system.blocks import await_true
 from tierd.errors import TierFailed
-from tierd.tiers.arena.data_files import DataFiles
+from tierd.tiers.arena.data_files import LOOK_S, LOOKS, DataFiles
 
 SIZE = 64 << 10
 
@@ -82,3 +83,32 @@ def test_a_shrink_waits_for_a_file_that_comes_back(files: DataFiles, tmp_path: P
     assert on_disk(tmp_path) == 2
     with pytest.raises(TierFailed, match="in use"):
         files.take(3)
+
+
+def test_files_are_counted_while_they_get_other_names(files: DataFiles) -> None:
+    """Segments that begin and end while the bytes are counted raise no error."""
+    files.take(1)
+    done = threading.Event()
+
+    def rename() -> None:
+        while not done.is_set():
+            files.rename(1, 2)
+            files.rename(2, 1)
+
+    with ThreadPoolExecutor(1) as pool:
+        renames = pool.submit(rename)
+        try:
+            assert all(2 * SIZE <= files.held_bytes() <= 4 * SIZE for _ in range(300))
+        finally:
+            done.set()
+        renames.result(10)
+
+
+def test_a_shrink_ends_with_its_arena(files: DataFiles) -> None:
+    """A shrink that still waits for a file does not hold up the end of the daemon."""
+    for segment in range(3):
+        files.take(segment)
+    with ThreadPoolExecutor(1) as pool:
+        shrinks = pool.submit(files.shrink, 1)
+        files.stop()
+        shrinks.result(LOOK_S * LOOKS / 2)
