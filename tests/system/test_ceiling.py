@@ -40,6 +40,7 @@ capacity = "1200 KiB"
 segment = "240 KiB"
 """
 SMALL = 'nvme = []\n\n[server]\nceiling = {ceiling}\n\n[[host]]\ncapacity = "{capacity}"\nsegment = "64 KiB"\n'
+ESTIMATING = INSIDE.replace("[server]", "[server]\nceiling = true")
 BLOCK_BYTES, TOKENS = 4096, 16
 
 
@@ -138,7 +139,7 @@ def test_without_an_estimate_the_reason_is_named(ceiling: str, capacity: str, re
 @contextlib.asynccontextmanager
 async def asked_for() -> AsyncIterator[tuple[Ceiling, GroupQuery]]:
     """The ceiling of a daemon in this process, and a query of eight blocks."""
-    async with inside(INSIDE.replace("[server]", "[server]\nceiling = true")) as daemon:
+    async with inside(ESTIMATING) as daemon:
         cache, estimate = daemon.daemon.cache, daemon.listeners._ceiling
         cache.open_session(7, tenant="t")
         namespace = cache.open_namespace(7, NamespaceSpec("m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES))
@@ -182,7 +183,7 @@ async def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 )
 async def test_other_tiers_have_another_estimate(changed: dict[str, str], size: int) -> None:
     """When a tier gets another size, policy or watermark, the estimate is of it and begins anew."""
-    async with inside() as daemon:
+    async with inside(ESTIMATING) as daemon:
         cache, estimate, live = daemon.daemon.cache, daemon.listeners._ceiling, daemon.listeners.live
         assert estimate is not None
         cache.open_session(7, tenant="t")

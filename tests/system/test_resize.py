@@ -182,7 +182,7 @@ def test_a_daemon_that_shrinks_can_end() -> None:
         assert daemon.stop() == 0
         said = daemon.log
         assert "configuration read again" in said and "Traceback" not in said
-        assert said.index("stopping") < said.index("segments are held") < said.index("ended")
+        assert said.index("stopping") < said.index("held by sessions") < said.index("ended")
         assert all(right(views, seed) == COUNT for seed, views in enumerate(held))
         daemon.start()
         with Client(daemon.target) as other:
