@@ -78,13 +78,13 @@ def test_a_replayed_trace_gives_what_the_daemon_measures(tmp_path: Path) -> None
         metrics = urllib.request.urlopen(address_of(daemon), timeout=10).read().decode()
     (quarter, *_), whole = answer["windows"], answer["windows"][-1]
     assert (quarter["seconds"], whole["seconds"], answer["trouble"]) == (900.0, 86400.0, "")
-    assert whole["hit_share"] == pytest.approx(sums["hit_ratio"])
-    shares = {point["factor"]: point["hit_share"] for point in whole["points"]}
+    assert whole["hit_ratio"] == pytest.approx(sums["hit_ratio"])
+    shares = {point["factor"]: point["hit_ratio"] for point in whole["points"]}
     assert list(shares) == [0.5, 1.0, 2.0, 4.0, 0.0]
     assert shares[1.0] == pytest.approx(sums["hit_ratio"], abs=0.02)
     assert shares[0.5] < shares[1.0] < shares[2.0] <= shares[4.0] <= shares[0.0]
     assert [point["bytes"] for point in whole["points"]] == [614400, 1228800, 2457600, 4915200, 0]
-    assert f'tierd_ceiling_hit_share{{window="86400",factor="2"}} {shares[2.0]}' in metrics
+    assert f'tierd_ceiling_hit_ratio{{window="86400",factor="2"}} {shares[2.0]}' in metrics
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def test_a_lookup_and_its_get_count_once(daemon: Daemon) -> None:
         told = operator.ask(pb.CeilingRequest())
     (*_, day) = told.windows
     assert day.tokens == (8 + 16 + 32) * TOKENS
-    assert [round(point.hit_share * day.tokens) for point in day.points] == [(8 + 16) * TOKENS] * 5
-    assert day.hit_share == pytest.approx((8 + 16) / (8 + 16 + 32))
+    assert [round(point.hit_ratio * day.tokens) for point in day.points] == [(8 + 16) * TOKENS] * 5
+    assert day.hit_ratio == pytest.approx((8 + 16) / (8 + 16 + 32))
 
 
 def test_people_see_one_line_and_a_table(daemon: Daemon) -> None:

@@ -9,7 +9,7 @@ sample may lack them, but they are hits at any size. SHARDS_adj corrects for the
 (C. Waldspurger et al., FAST 2015, section 3.4). A request hits until its first sampled block that
 misses.
 
-ROWS bounds the memory and SAMPLED_PER_MINUTE the work, some 0.2 % of a core: what would exceed them
+ROWS bounds the memory and SAMPLED_PER_MINUTE the work: what would exceed them
 halves the rate. The rate rises again after an hour with little work.
 Requests wait for a batch, since policies take many blocks for the cost of one. All times are of the
 daemon's clock, so equal requests give equal estimates.
@@ -47,8 +47,8 @@ HELD = 1 << 14
 """Blocks that the largest miniature holds at most."""
 LEAST_HELD, LEAST_SAMPLED = 32, 100
 """A miniature of the daemon's own size says nothing if it holds fewer blocks: of all, of a sample."""
-SAMPLED_PER_MINUTE = 3000
-"""So many are also the most of one request: their work holds the loop for some 4 ms."""
+SAMPLED_PER_MINUTE = 12_000
+"""So many are also the most of one request."""
 RISE_MINUTES = 60
 """After so many minutes with a quarter of the work the rate doubles."""
 BATCH, LEAST_BATCH, BATCH_PART = 128, 32, 16

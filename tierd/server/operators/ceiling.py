@@ -1,4 +1,4 @@
-"""The online ceiling: the hit share that other sizes of memory would give, for operators.
+"""The online ceiling: the hit ratio that other sizes of memory would give, for operators.
 
 It passes the clients' requests to the estimator (tierd/ceiling), whose work it cuts into pieces on
 the event loop. It also tells the estimator how many blocks the tiers hold. No call waits for it. A
@@ -247,9 +247,9 @@ class Ceiling:
             seconds=shares.seconds,
             covered_s=shares.covered_s,
             tokens=shares.tokens,
-            hit_share=shares.measured,
+            hit_ratio=shares.measured,
             points=[
-                pb.CeilingPoint(factor=0 if math.isinf(f) else f, bytes=self._bytes(f), hit_share=share)
+                pb.CeilingPoint(factor=0 if math.isinf(f) else f, bytes=self._bytes(f), hit_ratio=share)
                 for f, share in points
             ],
         )
