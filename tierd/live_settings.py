@@ -49,6 +49,7 @@ class Setting(NamedTuple):
     def allowed(self) -> str:
         """Its choices, or its unit and bounds."""
         choices = [text for text in getattr(self.info.annotation, "__args__", ()) if isinstance(text, str)]
+        choices += ["true", "false"] * isinstance(self.value, bool)
         return " | ".join(choices) or ", ".join(filter(None, (self.info.json_schema_extra["unit"], bounds(self.info))))
 
 
