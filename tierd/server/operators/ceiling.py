@@ -130,7 +130,7 @@ class Ceiling:
     # -- inside
 
     def _limits(self) -> list[tuple[Level, int]]:
-        """What the estimate assumes of each tier."""
+        """The estimate takes these of each tier."""
         return [(level_of(tier.spec), tier.spec.capacity_bytes - tier.spec.headroom_bytes) for tier in self._tiers]
 
     def _begin_estimate(self, limits: list[tuple[Level, int]]) -> None:
