@@ -120,11 +120,11 @@ def resolve(config: Config, *, environ: Mapping[str, str] = os.environ, uid: int
             runtime_dir=config.server.runtime_dir or places.runtime_dir(environ, uid=uid),
             state_dir=state_dir,
         ),
-        device=tuple(_with_segment(tier, f"device[{index}]") for index, tier in enumerate(config.device)),
-        host=tuple(_with_segment(tier, f"host[{index}]") for index, tier in enumerate(config.host)),
+        device=tuple(_with_segment(tier, f"device.{index}") for index, tier in enumerate(config.device)),
+        host=tuple(_with_segment(tier, f"host.{index}") for index, tier in enumerate(config.host)),
         nvme=tuple(
             dataclasses.replace(
-                _with_segment(tier, f"nvme[{index}]"), path=tier.path or os.path.join(state_dir, f"nvme-{index}")
+                _with_segment(tier, f"nvme.{index}"), path=tier.path or os.path.join(state_dir, f"nvme-{index}")
             )
             for index, tier in enumerate(config.nvme)
         ),
@@ -157,13 +157,13 @@ def check(config: Config) -> None:
     for name, tier in _tiers(config):
         _check_tier(name, tier)
     for index, store in enumerate(config.nvme):
-        _check_wear(f"nvme[{index}]", store)
+        _check_wear(f"nvme.{index}", store)
     paths = [os.path.join(os.path.realpath(tier.path), "") for tier in config.nvme]
     for (one, path), (other, outer) in itertools.permutations(enumerate(paths), 2):
         if path.startswith(outer) and (path != outer or other < one):
             _refuse(
-                f"nvme[{one}].path",
-                f"{path} is in the store of nvme[{other}], {outer}; give each a directory of its own",
+                f"nvme.{one}.path",
+                f"{path} is in the store of nvme.{other}, {outer}; give each a directory of its own",
             )
 
 
@@ -186,7 +186,7 @@ def _refuse(thing: str, fault: str) -> NoReturn:
 def _tiers(config: Config) -> Iterator[tuple[str, DeviceConfig | HostConfig | NvmeConfig]]:
     for section in TIER_SECTIONS:
         for index, tier in enumerate(getattr(config, section)):
-            yield f"{section}[{index}]", tier
+            yield f"{section}.{index}", tier
 
 
 def _with_segment(tier: Tier, name: str) -> Tier:
@@ -207,11 +207,11 @@ def _check_devices(config: Config) -> None:
             "a device tier of kind cuda needs a host tier, through which its blocks are copied; add a [[host]] table",
         )
     if any(is_cuda) and not all(is_cuda):
-        _refuse(f"device[{is_cuda.index(False)}].kind", '"cpu" beside a device of kind "cuda"; give all one kind')
+        _refuse(f"device.{is_cuda.index(False)}.kind", '"cpu" beside a device of kind "cuda"; give all one kind')
     ordinals = [device.ordinal for device in config.device if device.kind == "cuda"]
     for index, ordinal in enumerate(ordinals):
         if ordinal in ordinals[:index]:
-            _refuse(f"device[{index}].ordinal", f"{ordinal} is another device's ordinal too; give each GPU one table")
+            _refuse(f"device.{index}.ordinal", f"{ordinal} is another device's ordinal too; give each GPU one table")
 
 
 def _check_paths(config: Config) -> None:
@@ -365,6 +365,6 @@ def _refuse_key(key: str, *, among: Sequence[str]) -> NoReturn:
 def _fault(error: ValidationError) -> str:
     """The first fault in tierd's form: thing, fault, value, limit, remedy."""
     fault = error.errors()[0]
-    thing = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).lstrip(".")
+    thing = ".".join(map(str, fault["loc"]))
     text = str(fault.get("ctx", {}).get("error") or f"{fault['input']!r}: {fault['msg']}")
     return f"{thing}: {text}; configs/reference.toml shows the form"

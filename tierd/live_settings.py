@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from tierd.config import HostConfig, check, validated
 from tierd.errors import ConfigError
 from tierd.settings import SECTIONS, TIER_SECTIONS, Config, bounds, toml_value
+from tierd.units import parse_seconds
 
 NAMES_LIMIT = 100
 """Settings in one change at most."""
@@ -40,8 +40,10 @@ class Setting(NamedTuple):
 
     @property
     def default(self) -> str:
-        """Its default, as the reference shows it."""
-        return json.dumps(self.info.get_default(call_default_factory=True))
+        """Its default, in the form of `text`."""
+        value = self.info.get_default(call_default_factory=True)
+        is_time = isinstance(value, str) and self.info.json_schema_extra["unit"] == "seconds"
+        return self.text(parse_seconds(value) if is_time else value)
 
     @property
     def allowed(self) -> str:

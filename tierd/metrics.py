@@ -48,7 +48,7 @@ METRICS: Mapping[str, Row] = {
         "counter",
         "tokens",
         "Tokens looked for in a tier and not served from it. Tiers are asked near to far, each for what the nearer ones "
-        "missed. With tierd_tokens_hit_total it gives the tier's hit rate.",
+        "missed. With tierd_tokens_hit_total it gives the tier's hit ratio.",
         ("tier",),
     ),
     "tierd_tokens_missed_total": Row(
@@ -120,7 +120,7 @@ METRICS: Mapping[str, Row] = {
     "tierd_leases": Row("gauge", "leases", "Leases held."),
     "tierd_reservations": Row("gauge", "reservations", "Reservations open."),
     "tierd_queue_depth": Row("gauge", "entries", "Entries waiting in a queue.", ("queue",)),
-    "tierd_ceiling_hit_share": Row(
+    "tierd_ceiling_hit_ratio": Row(
         "gauge",
         "share",
         "Estimated share of tokens served if host memory and stores had factor times their size (inf: no limit), "
@@ -177,7 +177,7 @@ class Metrics:
         self.leases = self._gauge("tierd_leases")
         self.reservations = self._gauge("tierd_reservations")
         self.queue_depth = self._gauge("tierd_queue_depth")
-        self.ceiling = self._gauge("tierd_ceiling_hit_share")
+        self.ceiling = self._gauge("tierd_ceiling_hit_ratio")
         self.notices = self._gauge("tierd_notices")
         self.info = self._gauge("tierd_info")
         ProcessCollector(namespace="tierd", registry=self.registry)

@@ -84,7 +84,9 @@ def _segment() -> Any:
 
 def _eviction() -> Any:
     return live_key(
-        "reuse-index", "Policy that chooses which blocks to evict. tierd/policies/README.md describes them."
+        "reuse-index",
+        "Policy that chooses which blocks to evict. tierd/policies/README.md describes them.",
+        unit="policy",
     )
 
 

@@ -33,7 +33,7 @@ PARTS: dict[str, set[str]] = {
     "tier_settings": {"core", "units"},
     "settings": {"core", "tier_settings", "units"},
     "config": {"core", "errors", "places", "settings", "tier_settings", "units"},
-    "live_settings": {"config", "errors", "settings"},
+    "live_settings": {"config", "errors", "settings", "units"},
     "core": {"errors"},
     "policies": {"core", "errors"},
     "ceiling": {"core", "policies"},

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.sim.test_ceiling import conversations
+from tests.system.inside import CONFIG as INSIDE
 from tests.system.inside import inside
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as pb
@@ -30,6 +31,7 @@ CONFIG = """\
 nvme = []
 
 [server]
+ceiling = true
 clock = "replay"
 metrics_listen = "127.0.0.1:0"
 
@@ -38,6 +40,7 @@ capacity = "1200 KiB"
 segment = "240 KiB"
 """
 SMALL = 'nvme = []\n\n[server]\nceiling = {ceiling}\n\n[[host]]\ncapacity = "{capacity}"\nsegment = "64 KiB"\n'
+ESTIMATING = INSIDE.replace("[server]", "[server]\nceiling = true")
 BLOCK_BYTES, TOKENS = 4096, 16
 
 
@@ -50,7 +53,7 @@ def asked(*arguments: str) -> dict[str, Any]:
 
 
 def address_of(daemon: Daemon) -> str:
-    """Where the daemon serves its metrics, as its log says."""
+    """The address of the daemon's metrics, by its log."""
     (found,) = re.findall(r"http://127\.0\.0\.1:\d+/metrics", daemon.log)
     return str(found)
 
@@ -76,13 +79,13 @@ def test_a_replayed_trace_gives_what_the_daemon_measures(tmp_path: Path) -> None
         metrics = urllib.request.urlopen(address_of(daemon), timeout=10).read().decode()
     (quarter, *_), whole = answer["windows"], answer["windows"][-1]
     assert (quarter["seconds"], whole["seconds"], answer["trouble"]) == (900.0, 86400.0, "")
-    assert whole["hit_share"] == pytest.approx(sums["hit_ratio"])
-    shares = {point["factor"]: point["hit_share"] for point in whole["points"]}
+    assert whole["hit_ratio"] == pytest.approx(sums["hit_ratio"])
+    shares = {point["factor"]: point["hit_ratio"] for point in whole["points"]}
     assert list(shares) == [0.5, 1.0, 2.0, 4.0, 0.0]
     assert shares[1.0] == pytest.approx(sums["hit_ratio"], abs=0.02)
     assert shares[0.5] < shares[1.0] < shares[2.0] <= shares[4.0] <= shares[0.0]
     assert [point["bytes"] for point in whole["points"]] == [614400, 1228800, 2457600, 4915200, 0]
-    assert f'tierd_ceiling_hit_share{{window="86400",factor="2"}} {shares[2.0]}' in metrics
+    assert f'tierd_ceiling_hit_ratio{{window="86400",factor="2"}} {shares[2.0]}' in metrics
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +109,8 @@ def test_a_lookup_and_its_get_count_once(daemon: Daemon) -> None:
         told = operator.ask(pb.CeilingRequest())
     (*_, day) = told.windows
     assert day.tokens == (8 + 16 + 32) * TOKENS
-    assert [round(point.hit_share * day.tokens) for point in day.points] == [(8 + 16) * TOKENS] * 5
-    assert day.hit_share == pytest.approx((8 + 16) / (8 + 16 + 32))
+    assert [round(point.hit_ratio * day.tokens) for point in day.points] == [(8 + 16) * TOKENS] * 5
+    assert day.hit_ratio == pytest.approx((8 + 16) / (8 + 16 + 32))
 
 
 def test_people_see_one_line_and_a_table(daemon: Daemon) -> None:
@@ -136,7 +139,7 @@ def test_without_an_estimate_the_reason_is_named(ceiling: str, capacity: str, re
 @contextlib.asynccontextmanager
 async def asked_for() -> AsyncIterator[tuple[Ceiling, GroupQuery]]:
     """The ceiling of a daemon in this process, and a query of eight blocks."""
-    async with inside() as daemon:
+    async with inside(ESTIMATING) as daemon:
         cache, estimate = daemon.daemon.cache, daemon.listeners._ceiling
         cache.open_session(7, tenant="t")
         namespace = cache.open_namespace(7, NamespaceSpec("m", tokens_per_block=TOKENS, block_bytes=BLOCK_BYTES))
@@ -180,7 +183,7 @@ async def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 )
 async def test_other_tiers_have_another_estimate(changed: dict[str, str], size: int) -> None:
     """When a tier gets another size, policy or watermark, the estimate is of it and begins anew."""
-    async with inside() as daemon:
+    async with inside(ESTIMATING) as daemon:
         cache, estimate, live = daemon.daemon.cache, daemon.listeners._ceiling, daemon.listeners.live
         assert estimate is not None
         cache.open_session(7, tenant="t")

@@ -1,4 +1,4 @@
-"""Shells complete verbs, options, tiers and codecs by the scripts of install.md."""
+"""Shells complete verbs, options, tiers, settings and codecs by the scripts of install.md."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ def test_a_shell_offers(environment: dict[str, str], shell: str, words: str, off
         ("--target {target} scrub --tier", "", ["host.0", "nvme.0"]),
         ("blocks --target {target} --tier", "nv", ["nvme.0"]),
         ("evict --target /nowhere --tier", "", []),
+        ("set --target {target}", "host.0.h", ["host.0.headroom=", "host.0.high_watermark="]),
+        ("set --target /nowhere", "host", []),
         ("simulate --codec", "rot-8", ["rot-8-4", "rot-8-8"]),
         ("quality --codec", "lz4,identi", ["lz4,identity"]),
     ],
 )
 def test_names_are_offered(environment: dict[str, str], words: str, start: str, offered: list[str]) -> None:
-    """Verbs, the tiers of the target's daemon (none without a daemon), and codecs, each of a list."""
+    """Verbs, codecs, and the tiers and settings of the target's daemon (none without a daemon)."""
     typed = words.format(target=environment["TIERD_TARGET"]).split()
     found = ShellComplete(cli, {}, "tierctl", "").get_completions(typed, start)
     assert sorted(item.value for item in found) == offered

@@ -109,11 +109,11 @@ def segments_on_a_disk(planted: Planted) -> Check:
     folder = Path(__file__).parent
     if memory._mode_of(folder, list(memory.read_mounts())) != "file":
         pytest.skip("the checkout is on a tmpfs, so no directory on a disk is known")
-    return memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=str(folder)))
+    return memory.check_room("host.0", HostConfig(capacity=MIB, arena_dir=str(folder)))
 
 
 def no_segments_directory(planted: Planted) -> Check:
-    return memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=str(planted.folder / "none")))
+    return memory.check_room("host.0", HostConfig(capacity=MIB, arena_dir=str(planted.folder / "none")))
 
 
 def store_in_a_file(planted: Planted) -> Check:
@@ -127,7 +127,7 @@ def store_without_files(planted: Planted) -> Check:
     if os.geteuid():
         pytest.skip("only root passes the check of rights in /proc")
     found = disks.check_disks(planted.config(path="/proc/tierd"), planted.host, measure=False, show=print)
-    return next(check for check in found if check.name == "nvme[0].path")
+    return next(check for check in found if check.name == "nvme.0.path")
 
 
 def store_read_only(planted: Planted) -> Check:
@@ -138,7 +138,7 @@ def store_read_only(planted: Planted) -> Check:
 
 def segments_read_only(planted: Planted) -> Check:
     return with_mount(
-        planted, "ro", lambda there: memory.check_room("host[0]", HostConfig(capacity=MIB, arena_dir=there))
+        planted, "ro", lambda there: memory.check_room("host.0", HostConfig(capacity=MIB, arena_dir=there))
     )
 
 
@@ -162,11 +162,11 @@ def with_mount(planted: Planted, options: str, examined: Callable[[str], Check])
 def full_disk(planted: Planted) -> Check:
     room = os.statvfs(planted.folder)
     store = planted.config(capacity=(room.f_bavail * room.f_frsize // MIB + 1024) * MIB).nvme[0]
-    return disks.check_space("nvme[0]", store, planted.folder)
+    return disks.check_space("nvme.0", store, planted.folder)
 
 
 def slow_disk(planted: Planted) -> Check:
-    return disks.judge_speed("nvme[0].speed", 300e6)
+    return disks.judge_speed("nvme.0.speed", 300e6)
 
 
 def no_direct_reads(planted: Planted) -> Check:
@@ -175,22 +175,22 @@ def no_direct_reads(planted: Planted) -> Check:
     if subprocess.run(["mount", "-t", "ramfs", "none", str(folder)], capture_output=True, check=False).returncode:
         pytest.skip("mounts a ramfs, which takes root and the right to mount")
     try:
-        return disks.check_direct("nvme[0]", planted.config(direct="on").nvme[0], folder)
+        return disks.check_direct("nvme.0", planted.config(direct="on").nvme[0], folder)
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def worn_drive(planted: Planted) -> Check:
-    return next(disks.check_drives("nvme[0]", planted.folder, nvme_of(planted, '{"percentage_used": 103}')))
+    return next(disks.check_drives("nvme.0", planted.folder, nvme_of(planted, '{"percentage_used": 103}')))
 
 
 def failing_drive(planted: Planted) -> Check:
     answer = '{"percentage_used": 3, "critical_warning": 4}'
-    return next(disks.check_drives("nvme[0]", planted.folder, nvme_of(planted, answer)))
+    return next(disks.check_drives("nvme.0", planted.folder, nvme_of(planted, answer)))
 
 
 def rotational_disk(planted: Planted) -> Check:
-    return next(disks.check_drives("nvme[0]", planted.folder, disk_of(planted, "sda", rotational=1)))
+    return next(disks.check_drives("nvme.0", planted.folder, disk_of(planted, "sda", rotational=1)))
 
 
 def disk_of(planted: Planted, name: str, *, rotational: int) -> Machine:
@@ -255,18 +255,18 @@ FAULTS: dict[Callable[[Planted], Check], tuple[str, str]] = {
     small_group: ("memory-limit", "failure"),
     more_than_the_machine: ("memory-limit", "failure"),
     eager_swap: ("swap", "note"),
-    segments_on_a_disk: ("host[0].memory", "warning"),
-    no_segments_directory: ("host[0].memory", "failure"),
-    segments_read_only: ("host[0].memory", "failure"),
-    store_in_a_file: ("nvme[0].path", "failure"),
-    store_without_files: ("nvme[0].path", "failure"),
-    store_read_only: ("nvme[0].path", "failure"),
-    full_disk: ("nvme[0].space", "failure"),
-    slow_disk: ("nvme[0].speed", "warning"),
-    no_direct_reads: ("nvme[0].direct", "failure"),
-    worn_drive: ("nvme[0].drive", "warning"),
-    failing_drive: ("nvme[0].drive", "warning"),
-    rotational_disk: ("nvme[0].drive", "warning"),
+    segments_on_a_disk: ("host.0.memory", "warning"),
+    no_segments_directory: ("host.0.memory", "failure"),
+    segments_read_only: ("host.0.memory", "failure"),
+    store_in_a_file: ("nvme.0.path", "failure"),
+    store_without_files: ("nvme.0.path", "failure"),
+    store_read_only: ("nvme.0.path", "failure"),
+    full_disk: ("nvme.0.space", "failure"),
+    slow_disk: ("nvme.0.speed", "warning"),
+    no_direct_reads: ("nvme.0.direct", "failure"),
+    worn_drive: ("nvme.0.drive", "warning"),
+    failing_drive: ("nvme.0.drive", "warning"),
+    rotational_disk: ("nvme.0.drive", "warning"),
     gpu_without_driver: ("gpu.driver", "failure"),
     narrow_link: ("gpu.0000:17:00.0.link", "warning"),
     no_direct_storage: ("gpu.direct-storage", "note"),
@@ -300,7 +300,7 @@ def test_a_directory_of_the_node_counts_not_the_base_around_it(planted: Planted)
         (directory := user_directory(Path(base))).mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(directory)], check=True)
         try:
-            return memory.check_room("host[0]", HostConfig(capacity=32 * MIB, arena_dir=base))
+            return memory.check_room("host.0", HostConfig(capacity=32 * MIB, arena_dir=base))
         finally:
             subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
@@ -312,7 +312,7 @@ def test_a_store_that_has_its_files_needs_no_more_room(planted: Planted) -> None
     (store := planted.folder / "store").mkdir()
     with (store / "seg-0.slots").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 8 * MIB)
-    check = disks.check_space("nvme[0]", planted.config().nvme[0], store)
+    check = disks.check_space("nvme.0", planted.config().nvme[0], store)
     assert (check.status, check.found.startswith("0 B and 0 B of index wanted")) == ("ok", True)
 
 
@@ -345,7 +345,7 @@ def test_an_unreadable_place_is_a_row(planted: Planted, monkeypatch: pytest.Monk
     monkeypatch.setattr("tierd.doctor.examine.check_memory", refused)
     checks = {check.name: check for check in examine(planted.config(), Host(), measure=False)}
     assert (checks["memory"].status, checks["memory"].found) == ("warning", "Permission denied (/secret)")
-    assert "user" in checks["memory"].remedy and "nvme[0].space" in checks
+    assert "user" in checks["memory"].remedy and "nvme.0.space" in checks
 
 
 def test_hash_seed_of_an_engine_is_read_from_its_process(planted: Planted) -> None:
@@ -380,8 +380,8 @@ def test_a_container_with_little_shared_memory(tmp_path: Path) -> None:
     shell = 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"'
     before = ["unshare", "--mount", "sh", "-c", shell, "sh"]
     code, checks = doctor("--no-measure", before=before, TIERD_STATE_DIR=str(tmp_path))
-    assert (code, checks["host[0].memory"]["status"]) == (1, "failure")
-    assert "--shm-size" in checks["host[0].memory"]["remedy"]
+    assert (code, checks["host.0.memory"]["status"]) == (1, "failure")
+    assert "--shm-size" in checks["host.0.memory"]["remedy"]
 
 
 def test_low_limits_of_the_process(tmp_path: Path) -> None:

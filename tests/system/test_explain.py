@@ -393,7 +393,7 @@ def test_bad_questions_have_remedies(tmp_path: Path) -> None:
             assert code == ExitCode.USAGE and said in output, output
         path.write_text("1 2 3", encoding="utf-8")
         for given, said in (
-            ([str(path)], "choose one with --namespace or --model"),
+            ([str(path)], "choose one with --namespace, `tierctl namespaces`"),
             ([str(path), "--namespace", "77"], "tierctl namespaces"),
             (["request-of-nobody"], "tierctl explain --last 20"),
             (["abc123"], "no tier holds it"),

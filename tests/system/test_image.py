@@ -46,7 +46,7 @@ class Podman:
             [*self._words, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit_s
         )
         assert not is_checked or done.returncode == 0, f"{words}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-        return done.stdout
+        return done.stderr if words[0] == "logs" else done.stdout  # the daemon logs to stderr
 
     def has_base(self) -> bool:
         """Gets the base image from a registry, or makes one with Python from Debian's packages."""

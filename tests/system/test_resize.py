@@ -159,7 +159,7 @@ def test_segments_that_a_client_holds_stay() -> None:
         with RawClient(daemon.target) as operator:
             sessions = operator.call(operator.admin.Sessions, apb.SessionsRequest()).sessions
         (holder,) = [session.id for session in sessions if session.name == "holder"]
-        assert str(holder) in note and "not to 256 KiB" in note and 1 < capacity(daemon) < 8
+        assert f"held by sessions {str(holder)[:8]} (" in note and "not to 256 KiB" in note and 1 < capacity(daemon) < 8
         assert all(right(views, seed) == COUNT for seed, views in enumerate(held))
         flush(daemon)
         del held
@@ -182,7 +182,7 @@ def test_a_daemon_that_shrinks_can_end() -> None:
         assert daemon.stop() == 0
         said = daemon.log
         assert "configuration read again" in said and "Traceback" not in said
-        assert said.index("stopping") < said.index("segments are held") < said.index("ended")
+        assert said.index("stopping") < said.index("held by sessions") < said.index("ended")
         assert all(right(views, seed) == COUNT for seed, views in enumerate(held))
         daemon.start()
         with Client(daemon.target) as other:

@@ -821,28 +821,28 @@ class CeilingRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CeilingPoint(_message.Message):
-    __slots__ = ("factor", "bytes", "hit_share")
+    __slots__ = ("factor", "bytes", "hit_ratio")
     FACTOR_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
-    HIT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     factor: float
     bytes: int
-    hit_share: float
-    def __init__(self, factor: _Optional[float] = ..., bytes: _Optional[int] = ..., hit_share: _Optional[float] = ...) -> None: ...
+    hit_ratio: float
+    def __init__(self, factor: _Optional[float] = ..., bytes: _Optional[int] = ..., hit_ratio: _Optional[float] = ...) -> None: ...
 
 class CeilingWindow(_message.Message):
-    __slots__ = ("seconds", "covered_s", "tokens", "hit_share", "points")
+    __slots__ = ("seconds", "covered_s", "tokens", "hit_ratio", "points")
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     COVERED_S_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    HIT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     seconds: float
     covered_s: float
     tokens: int
-    hit_share: float
+    hit_ratio: float
     points: _containers.RepeatedCompositeFieldContainer[CeilingPoint]
-    def __init__(self, seconds: _Optional[float] = ..., covered_s: _Optional[float] = ..., tokens: _Optional[int] = ..., hit_share: _Optional[float] = ..., points: _Optional[_Iterable[_Union[CeilingPoint, _Mapping]]] = ...) -> None: ...
+    def __init__(self, seconds: _Optional[float] = ..., covered_s: _Optional[float] = ..., tokens: _Optional[int] = ..., hit_ratio: _Optional[float] = ..., points: _Optional[_Iterable[_Union[CeilingPoint, _Mapping]]] = ...) -> None: ...
 
 class CeilingReply(_message.Message):
     __slots__ = ("windows", "bytes", "trouble", "rate", "lost")

@@ -271,7 +271,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Ceiling(self, request, context):
-        """The hit share that other sizes of memory would have given, over rolling windows.
+        """The hit ratio that other sizes of memory would have given, over rolling windows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,1 +1,1 @@
-"""The ceiling: the hit share that more or less memory would give, estimated while the daemon runs."""
+"""The ceiling: the hit ratio that more or less memory would give, estimated while the daemon runs."""

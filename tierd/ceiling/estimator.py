@@ -5,10 +5,11 @@ it. The daemon decides between these two by which finds more (policies/eviction/
 better one counts. The last factor has no limit: it holds every block of the sample that is known.
 
 Shares follow from misses: 1 - sampled misses / (rate * tokens asked). Hot blocks are few, and a
-sample may lack them, but they are hits at any size. SHARDS_adj corrects for the same (C. Waldspurger
-et al., FAST 2015, section 3.4). A request hits until its first sampled block that misses.
+sample may lack them, but they are hits at any size. SHARDS_adj corrects for the same
+(C. Waldspurger et al., FAST 2015, section 3.4). A request hits until its first sampled block that
+misses.
 
-ROWS bounds the memory and SAMPLED_PER_MINUTE the work, some 0.5 % of a core: what would exceed them
+ROWS bounds the memory and SAMPLED_PER_MINUTE the work: what would exceed them
 halves the rate. The rate rises again after an hour with little work.
 Requests wait for a batch, since policies take many blocks for the cost of one. All times are of the
 daemon's clock, so equal requests give equal estimates.
@@ -44,11 +45,10 @@ ROW_BYTES = 800
 """Memory for each, with its state in all miniatures."""
 HELD = 1 << 14
 """Blocks that the largest miniature holds at most."""
-LEAST_HELD = 32
-"""A miniature of the daemon's own size that holds fewer blocks says nothing."""
-SAMPLED_PER_MINUTE = 9000
-PIECE = 2048
-"""Sampled blocks of one request at most: their work holds the loop for some 3 ms."""
+LEAST_HELD, LEAST_SAMPLED = 32, 100
+"""A miniature of the daemon's own size says nothing if it holds fewer blocks: of all, of a sample."""
+SAMPLED_PER_MINUTE = 12_000
+"""So many are also the most of one request."""
 RISE_MINUTES = 60
 """After so many minutes with a quarter of the work the rate doubles."""
 BATCH, LEAST_BATCH, BATCH_PART = 128, 32, 16
@@ -57,9 +57,12 @@ BATCH, LEAST_BATCH, BATCH_PART = 128, 32, 16
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The tiers of one distance. is_store: short blocks never go there. by_worth: the reuse index
-    evicts. grows: the factors apply. copied: the share of its blocks that the next level has too,
-    since the coldest are copied ahead."""
+    """The tiers of one distance.
+
+    is_store: short blocks never go there. by_worth: the reuse index evicts.
+    grows: the factors apply.
+    copied: the share of its blocks that the next level has too.
+    """
 
     is_store: bool
     by_worth: bool
@@ -81,7 +84,10 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request's sampled blocks, first to last; all arrays [n]. mixed: their names."""
+    """A request's sampled blocks, first to last; all arrays [n].
+
+    mixed: of their hashes, with the namespace in the low bits. names: as the learner has them.
+    """
 
     at_s: float
     mixed: NDArray[np.uint64]
@@ -96,8 +102,11 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Several requests' sampled blocks as rows of the sample; all arrays [n]. request: the number
-    of each block's request, begins: where each request begins. again: used earlier in the batch."""
+    """Several requests' sampled blocks as rows of the sample; arrays [n].
+
+    request: the number of each block's request. begins: where each request begins. again: used
+    earlier in the batch.
+    """
 
     rows: Ids
     tokens: NDArray[np.int64]
@@ -149,6 +158,11 @@ class Estimator:
         return sum(self._blocks) * self.rate
 
     @property
+    def is_blind(self) -> bool:
+        """Whether the rate fell so low that the sample says nothing. Requests then do not count."""
+        return self.sample.bits > 0 and self.held < LEAST_SAMPLED
+
+    @property
     def waits(self) -> bool:
         """Whether requests wait."""
         return bool(self._waiting)
@@ -172,20 +186,22 @@ class Estimator:
     def ask(self, requests: Sequence[GroupQuery], at_s: Sequence[float]) -> None:
         """Requests have come, at these times. Many together cost hardly more than one."""
         counts = [len(request.hashes) for request in requests]
-        spaces = np.array([request.namespaces[0] for request in requests], np.uint32).repeat(counts)
-        hashes = words(np.concatenate([request.hashes for request in requests]))
-        names = mixed(hashes[:, 0], spaces)
-        self._tokens += sum(request.tokens for request in requests)
+        names = mixed(np.concatenate([words(request.hashes)[:, 0] for request in requests]))
         chosen = self.sample.chosen(names)
+        if self.is_blind:
+            self._limit_work(int(at_s[-1] // 60), len(chosen))
+            return
+        self._tokens += sum(request.tokens for request in requests)
         self._count += len(chosen)
         ends = np.cumsum(counts)
         numbers = ends.searchsorted(chosen, side="right")
         for number in dict.fromkeys(numbers.tolist()):
             request, at = requests[number], chosen[numbers == number]
-            size, begin = request.tokens_per_block, int(ends[number]) - counts[number]
-            tokens = np.minimum(request.tokens - (at - begin) * size, size)
-            sampled = Names(spaces[at], hashes[at])
-            self._waiting.append(_Asked(at_s[number], names[at], tokens, tokens < size, sampled))
+            place, space = at - (int(ends[number]) - counts[number]), np.uint64(request.namespaces[0])
+            tokens = np.minimum(request.tokens - place * request.tokens_per_block, request.tokens_per_block)
+            known = Names(np.full(len(at), space, np.uint32), words(request.hashes)[place])
+            is_short = tokens < request.tokens_per_block
+            self._waiting.append(_Asked(at_s[number], names[at] ^ space, tokens, is_short, known))
 
     def measured(self, hit: int, asked: int, now: float) -> None:
         """The daemon has served so many more tokens, of so many more asked for."""
@@ -194,6 +210,8 @@ class Estimator:
     def steps(self, now: float) -> Iterator[None]:
         """Works on one batch of the requests that wait. Other calls may come between two steps."""
         asked, tokens, self._tokens = self._taken(), self._tokens, 0
+        if self.is_blind:
+            asked, tokens = [], 0
         misses = np.zeros((len(FACTORS), len(self._orders)))
         if asked:
             now = asked[-1].at_s
@@ -257,13 +275,13 @@ class Estimator:
         return [asked for asked in left if len(asked.mixed)]
 
     def _limit_work(self, minute: int, count: int) -> None:
-        """Halves the rate if this many blocks more are too many for a piece or the minute. Doubles it
-        after RISE_MINUTES with a quarter of that."""
+        """Halves the rate while this many blocks more are too many for the minute. Doubles it after
+        RISE_MINUTES with a quarter of that."""
         self._in_minute = count + (self._in_minute if minute == self._minute else 0)
         self._minute = minute
-        while count > PIECE or self._in_minute > SAMPLED_PER_MINUTE:
+        while self._in_minute > SAMPLED_PER_MINUTE:
             self._thin()
-            count, self._in_minute, self._rose = count // 2, self._in_minute // 2, minute - RISE_MINUTES
+            self._in_minute, self._rose = self._in_minute // 2, minute - RISE_MINUTES
         if self._in_minute > SAMPLED_PER_MINUTE // 4:
             self._busy = minute
         elif self._may_rise:

@@ -1,8 +1,8 @@
 """Miniature: what tiers of one size would hold of the sample, under one order of eviction.
 
-As in C. Waldspurger et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX
-ATC 2017, section 3: the sample's share of the requests goes to tiers with the same share of the
-capacity. The orders are the daemon's own policies. It keeps no pages, leases or bytes.
+The sample's share of the requests goes to tiers with the same share of the capacity (C. Waldspurger
+et al., "Cache Modeling and Optimization using Miniature Simulations", USENIX ATC 2017, section 3).
+The orders are the daemon's own policies. It keeps no pages, leases or bytes.
 
 A use brings a block into the nearest tier. A block evicted from a tier goes to the next one, if it
 is not there; short ones never go to a store. A block read from a far tier keeps its copy there.

@@ -1,8 +1,9 @@
 """The sample: the blocks that the miniatures know, one row each.
 
-A block is in the sample if the first `bits` bits of its mixed hash are 0, so the same blocks are in
-it in every request (C. Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015,
-section 3). Policies take the sample for `Blocks`: columns by row instead of id; row 0 is unused.
+A block is in the sample if the first `bits` bits of its mixed hash are 0. So the same blocks are in
+it in every request, as in C. Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST
+2015, section 3. Policies take the sample for `Blocks`: columns by row instead of id; row 0 is
+unused.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from tierd.core.eviction import Ids
 
 Words = NDArray[np.uint64]
 
-_MIX, _SPACE = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xC2B2_AE3D_27D4_EB4F)
-"""Odd: they spread hashes and namespaces that are plain numbers too."""
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)  # odd; spreads hashes that are plain numbers too
 
 
-def mixed(hashes: Words, namespaces: NDArray[np.uint32]) -> Words:
-    """Evenly spread names: uint64 [n], of the first words of hashes."""
-    return np.asarray(hashes * _MIX + namespaces * _SPACE, np.uint64)
+def mixed(hashes: Words) -> Words:
+    """Evenly spread numbers of the first words of hashes: uint64 [n]."""
+    return np.asarray(hashes * _MIX, np.uint64)
 
 
 class Sample:
@@ -43,7 +43,7 @@ class Sample:
     def chosen(self, names: Words, bits: int | None = None) -> Ids:
         """Which of these mixed names are in the sample, or in one of another rate."""
         bits = self.bits if bits is None else bits
-        return true_rows(names >> np.uint64(64 - bits) == 0) if bits else np.arange(len(names))
+        return true_rows(names < np.uint64(1 << (64 - bits))) if bits else np.arange(len(names))
 
     def rows(self, names: Words) -> tuple[Ids, NDArray[np.bool_]]:
         """The rows of names, and which were known before this call or stand further ahead in it."""

@@ -87,8 +87,8 @@ def unpin(ask: Ask, *, hashes: tuple[str, ...]) -> None:
 def drain(ask: Ask, *, release: bool, deadline: float, undo: bool) -> None:
     """Drains the daemon: it takes no new work until --undo or a restart; leases may finish.
 
-    The daemon refuses every new session and reservation. The program waits for open leases, up to
-    the deadline.
+    The daemon refuses new reservations, and new sessions of all but operators. The program waits
+    for open leases, up to the deadline.
     """
     if undo:
         if release:

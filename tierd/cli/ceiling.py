@@ -32,8 +32,8 @@ COLUMNS = (
 def ceiling(ask: Ask) -> None:
     """Shows the hit ratio that more memory would have given, over 15 minutes, an hour, a day.
 
-    The daemon simulates its tiers at half, twice and four times their size on a sample of the
-    requests. `memory` is host memory and stores together. In JSON a factor of 0 means no limit.
+    The daemon simulates other sizes of its tiers on a sample of the blocks. `memory` is host memory
+    and stores together. In JSON a factor of 0 means no limit.
     """
     with ask.connect() as daemon:
         answer = daemon.ask(pb.CeilingRequest())
@@ -72,10 +72,10 @@ def rows_of(window: pb.CeilingWindow) -> Iterator[list[Cell]]:
     """The measured share of a window, then the share at each size."""
     asked = human_count(window.tokens)
     head: list[Cell] = [name_of(window), human_seconds(window.covered_s), asked]
-    yield [*head, "", "measured", human_share(window.hit_share, 1)]
+    yield [*head, "", "measured", human_share(window.hit_ratio, 1)]
     for point in window.points:
         memory = human_bytes(point.bytes) if point.factor else "no limit"
-        yield ["", "", "", memory, f"{point.factor:g} x" if point.factor else "", human_share(point.hit_share, 1)]
+        yield ["", "", "", memory, f"{point.factor:g} x" if point.factor else "", human_share(point.hit_ratio, 1)]
 
 
 def ceiling_line(reply: pb.CeilingReply) -> Text:
@@ -91,7 +91,7 @@ def ceiling_line(reply: pb.CeilingReply) -> Text:
     window = [windows[0], *(window for window in windows if window.covered_s >= window.seconds)][-1]
     points = [point for point in window.points if not 0 < point.factor < 1]
     shares = [
-        (f"at {human_bytes(point.bytes)}" if point.factor else "no limit", human_share(point.hit_share, 1))
+        (f"at {human_bytes(point.bytes)}" if point.factor else "no limit", human_share(point.hit_ratio, 1))
         for point in points
     ]
     return facts([("ceiling over", name_of(window)), *shares])

@@ -1,11 +1,13 @@
-"""Values that a shell completes after an option: the daemon's tiers, and names of a list.
+"""Values that a shell completes: the daemon's tiers and settings, and names of a list.
 
 Click calls these functions with the context, the parameter and the start of the word.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import click
 
@@ -21,14 +23,23 @@ Completion = Callable[[click.Context, click.Parameter, str], list[str]]
 
 def tiers(context: click.Context, _parameter: click.Parameter, start: str) -> list[str]:
     """Names of the daemon's tiers; none if no daemon answers."""
+    found = _asked(context, pb.TiersRequest())
+    return [tier.name for tier in found.tiers if tier.name.startswith(start)] if found else []
+
+
+def settings(context: click.Context, _parameter: click.Parameter, start: str) -> list[str]:
+    """`NAME=` of the settings that can change; none if no daemon answers."""
+    found = _asked(context, pb.SetRequest())
+    return [f"{row.name}=" for row in found.settings if row.name.startswith(start)] if found else []
+
+
+def _asked(context: click.Context, request: Any) -> Any:
+    """The reply of the context's daemon. None: it does not answer."""
     steps = (step for step in (context, context.parent) if step)
     target = next((step.params["target"] for step in steps if step.params.get("target")), None)
-    try:
-        with connect(target) as connection:
-            found = connection.ask(pb.TiersRequest(), timeout_s=ANSWER_S).tiers
-    except TierdError:
-        return []
-    return [tier.name for tier in found if tier.name.startswith(start)]
+    with contextlib.suppress(TierdError), connect(target) as connection:
+        return connection.ask(request, timeout_s=ANSWER_S)
+    return None
 
 
 def several(names: Iterable[str]) -> Completion:

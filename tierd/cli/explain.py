@@ -138,7 +138,7 @@ def likely_first(space: Space, others: Sequence[Space]) -> list[Space]:
 
 
 def differences(space: Space, other: Space) -> list[str]:
-    """The fields in which two namespaces differ: `adapter: 'a' here, '' there`."""
+    """The fields in which two namespaces differ: `adapter: 'a' here, none there`."""
     pairs = [("tenant", space.text["tenant"], other.text["tenant"])]
     pairs += [(name, space.spec.get(name, ""), other.spec.get(name, "")) for name in (*APART, "salt")]
     shapes = space.spec.get("geometry", {}), other.spec.get("geometry", {})
@@ -148,8 +148,8 @@ def differences(space: Space, other: Space) -> list[str]:
 
 
 def short(value: object) -> str:
-    """A field's value, cut if it is long."""
-    text = repr(value)
+    """A field's value, cut if it is long. Empty: none."""
+    text = "none" if value in ("", None) else repr(value)
     return text if len(text) <= 40 else f"{text[:36]}...{text[0]}"
 
 
@@ -164,7 +164,8 @@ def elsewhere(space: Space, other: Space, found: pb.Cause, hash: bytes) -> pb.Ca
     else:
         cause = Cause.OTHER_SALT if names == {"salt"} else Cause.OTHER_NAMESPACE
     had = "has" if found.cause in HITS else "had"
-    text = f"{MEANINGS[cause]} Namespace {other.id} {had} the same tokens; {'; '.join(apart)}."
+    meaning = "" if cause is Cause.OTHER_NAMESPACE else f"{MEANINGS[cause]} "  # the differences say it
+    text = f"{meaning}Namespace {other.id} {had} the same tokens; {'; '.join(apart)}."
     facts = {"namespace": str(other.id), "differs": "; ".join(apart), "there": found.cause}
     return pb.Cause(
         cause=cause, text=text, hash=hash, ago_s=found.ago_s, tier=found.tier, facts=facts, namespace=space.id
@@ -174,7 +175,7 @@ def elsewhere(space: Space, other: Space, found: pb.Cause, hash: bytes) -> pb.Ca
 def draw_requests(console: Console, reply: pb.ExplainReply, what: str) -> None:
     """Prints a row for each request; for one id also the reasons in words."""
     rows = [request_row(row) for row in reply.requests]
-    show_table(console, REQUEST_COLUMNS, rows, empty="the record has no such request")
+    show_table(console, REQUEST_COLUMNS, rows, empty="no such request yet" if reply.bytes else "")
     if what:
         draw_reasons(console, [(f"{row.kind}:", row.cause) for row in reply.requests])
         if any(row.cause.cause in UNSEEN for row in reply.requests):
@@ -252,7 +253,11 @@ def cause_text(cause: pb.Cause) -> Text:
 
 
 def draw_record(console: Console, reply: pb.ExplainReply) -> None:
-    """Prints the size of the record."""
+    """Prints the size of the record, or that there is none."""
+    if not reply.bytes:
+        off = "no record: server.decisions is 0; set it in the configuration file, and restart"
+        console.print(Text(off, style="yellow"), soft_wrap=True)
+        return
     parts = f"{human_count(reply.decisions)} decisions", human_seconds(reply.since_s), human_bytes(reply.bytes)
     console.print()
-    console.print(Text("the record: {}, the last {}, {} of memory".format(*parts), style="dim"), soft_wrap=True)
+    console.print(Text("the record: {} of the last {}, {} of memory".format(*parts), style="dim"), soft_wrap=True)

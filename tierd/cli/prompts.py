@@ -138,6 +138,9 @@ def chosen(spaces: Sequence[Space], *, namespace: int | None, model: str) -> Spa
     if not fits:
         raise NotFound(f"namespace {namespace or model}: unknown; list them with `tierctl namespaces`")
     if len(fits) > 1:
-        names = ", ".join(f"{one.id} ({one.spec['model']})" for one in fits[:8])
-        raise InvalidArgument(f"namespace: {len(fits)} fit: {names}; choose one with --namespace or --model")
+        words = [(one.id, one.spec["model"], one.spec.get("adapter", ""), one.text["tenant"]) for one in fits[:8]]
+        names = ", ".join(f"{number} ({', '.join(filter(None, parts))})" for number, *parts in words)
+        raise InvalidArgument(
+            f"namespace: {len(fits)} fit: {names}; choose one with --namespace, `tierctl namespaces` shows all"
+        )
     return fits[0]

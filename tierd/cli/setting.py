@@ -9,18 +9,19 @@ from rich.console import Console
 from rich.text import Text
 
 from tierd._proto import admin_pb2 as pb
+from tierd.cli import completion
 from tierd.cli.ask import Ask, verb
 from tierd.cli.help import example
 from tierd.cli.render import Column, show_table
 
 CHANGE_TIMEOUT_S = 600.0
 """Another eviction policy takes over the blocks of a tier beside the daemon's work."""
-SETTING_COLUMNS = (Column("setting"), Column("value"), Column("default"), Column("allowed", spare=1))
+SETTING_COLUMNS = (Column("setting"), Column("value"), Column("default", spare=1), Column("allowed"))
 CHANGE_COLUMNS = (Column("setting"), Column("before"), Column("after"))
 
 
 @click.command(epilog=example("tierctl set", "tierctl set host.0.high_watermark=0.9 server.log_level=debug"))
-@click.argument("settings", nargs=-1, metavar="[NAME=VALUE]...")
+@click.argument("settings", nargs=-1, metavar="[NAME=VALUE]...", shell_complete=completion.settings)
 @click.option("--check", "is_check", is_flag=True, help="Only check whether the daemon would accept the values.")
 @verb
 def set(ask: Ask, *, settings: tuple[str, ...], is_check: bool) -> None:  # noqa: A001  # the name of the verb

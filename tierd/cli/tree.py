@@ -65,7 +65,7 @@ def tree(ask: Ask, *, namespace: int | None, under: str, **options: str | int) -
 
     A line is a run of blocks without a branch, by the hash of its last block. Its hits are those
     of its most used block. Its sequences are the cached ones that begin with it. Columns with
-    "below" are sums over all runs that follow it.
+    "below" are sums over all blocks that follow it.
     """
     request = pb.TreeRequest(
         namespace=namespace or 0,

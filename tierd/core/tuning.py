@@ -48,7 +48,7 @@ class Tuning:
         if isinstance(index.policies[tier], Handover):
             raise InvalidArgument(f"{spec.name}.eviction: a change is under way; set it again when it has ended")
         index.tiers[tier].spec = spec
-        index.tiers[tier].quarantine_bytes = int(spec.quarantine_share * spec.capacity_bytes)
+        resizing.bound_quarantine(index.tiers[tier])
         self._sessions.set_share(self._sessions.share)
         if tier in index.admissions and _admission_of(spec) != _admission_of(old):
             self._set_admission(tier, spec, now)

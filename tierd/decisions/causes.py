@@ -54,7 +54,7 @@ MEANINGS: Mapping[Cause, str] = {
     Cause.STORE_FAILED: "The store that held its last copy failed.",
     Cause.OUT_OF_SERVICE: "The tier that holds it is out of service.",
     Cause.BUSY: "The read queue of the tier that holds it was full.",
-    Cause.NO_ROOM: "The tier that was asked for had no room for it.",
+    Cause.NO_ROOM: "The tier that was asked for had no room for it: sessions held it, or it has too few segments.",
     Cause.SLOWER_THAN_COMPUTING: "The engine expected loading to take longer than computing.",
 }
 """Cause -> what it means, in one sentence."""

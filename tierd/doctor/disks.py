@@ -33,7 +33,7 @@ def check_disks(config: Config, host: Host, *, measure: bool, show: Callable[[st
     """All checks of this module. measure: write and read 64 MiB in each store's directory."""
     wanted: Counter[int] = Counter()
     for index, store in enumerate(config.nvme):
-        name, there = f"nvme[{index}]", existing(Path(store.path))
+        name, there = f"nvme.{index}", existing(Path(store.path))
         if fault := unwritable(f"{name}.path", f"{name}.path", there):
             yield fault
             continue

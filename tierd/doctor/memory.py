@@ -23,8 +23,8 @@ from tierd.tiers.arena.arena_files import (
 def check_memory(config: Config, host: Host) -> Iterator[Check]:
     """All checks of this module."""
     for index, tier in enumerate(config.host):
-        yield check_room(f"host[{index}]", tier)
-        yield check_huge_pages(f"host[{index}]", tier)
+        yield check_room(f"host.{index}", tier)
+        yield check_huge_pages(f"host.{index}", tier)
     yield check_limit(config, host)
     yield check_swap(host)
 

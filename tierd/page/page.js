@@ -395,7 +395,7 @@ function drawDepths() {
   const shown = depths.slice(0, last + 1);
   const name = ([low]) => low ? count(low) : "0";
   charts.depths.draw({
-    kind: "bars", range: [-.5, Math.max(1, shown.length) - .5], x: shown.map((_, i) => i), ticks: shown.map((one, i) => [i, name(one)]),
+    kind: "bars", range: [-.5, Math.max(1, shown.length) - .5], x: shown.map((_, i) => i), ticks: shown.map(([low, high], i) => [i, low ? count(low) : `< ${count(high)}`]),
     text: value => value >= 10 || Number.isInteger(value) ? count(value) : value.toFixed(1), title: i => `${name(shown[i])} to ${shown[i][1] ? count(shown[i][1]) : "the end"} tokens`,
     tip: i => [["blocks held", grouped(shown[i][2])], ["their hits", grouped(shown[i][3])]],
     series: [{ name: "hits of a block", colour: "var(--dim)", values: shown.map(([, , blocks, hits]) => blocks ? hits / blocks : 0) }],
@@ -439,7 +439,7 @@ function drawTiles() {
   const asked = [...tiers().map(tier => `hit:${tier.name}`), ...REASONS.map(reason => `missed:${reason}`)].map(name => rates(name, 12));
   const open = latest("sessions"), busy = rates("cpu_s", 12).at(-1);
   const tiles = [
-    ["Hit rate, last minute", percent(now), `${percent(hits / (hits + missed))} since start`],
+    ["Hit ratio, last minute", percent(now), `${percent(hits / (hits + missed))} since start`],
     ["Tokens asked for", Number.isFinite(sum(asked).at(-1)) ? rate(sum(asked).at(-1)) : "–", `${count(hits + missed)} in all`],
     ["Blocks held", count(latest("blocks")), "in all tiers"],
     ["Leases", grouped(latest("leases")), `${grouped(open)} session${open === 1 ? "" : "s"}`],

@@ -208,7 +208,7 @@ def _decisions(reply: pb.ExplainReply | None) -> list[dict[str, Any]] | None:
 
 
 def _ceiling(reply: pb.CeilingReply | None) -> dict[str, Any] | None:
-    """Hit shares by memory, for each window; factor 0: without a limit, which JSON cannot say."""
+    """Hit ratios by memory, for each window; factor 0: without a limit, which JSON cannot say."""
     if reply is None:
         return None
     windows = [
@@ -216,9 +216,9 @@ def _ceiling(reply: pb.CeilingReply | None) -> dict[str, Any] | None:
             "seconds": window.seconds,
             "covered_s": round(window.covered_s),
             "tokens": window.tokens,
-            "hit": round(window.hit_share, 4),
+            "hit": round(window.hit_ratio, 4),
             "points": [
-                [point.factor if math.isfinite(point.factor) else 0, point.bytes, round(point.hit_share, 4)]
+                [point.factor if math.isfinite(point.factor) else 0, point.bytes, round(point.hit_ratio, 4)]
                 for point in window.points
             ],
         }

@@ -409,7 +409,7 @@ def specs_of(config: Config) -> list[tuple[TierSpec, TierTable]]:
     levels = [table.level for table in config.nvme]
     for i, (before, level) in enumerate(itertools.pairwise(levels), start=1):
         if level < before:
-            raise ConfigError(f"nvme[{i}].level: {level} is below {before} of nvme[{i - 1}]; put nearer stores first")
+            raise ConfigError(f"nvme.{i}.level: {level} is below {before} of nvme.{i - 1}; put nearer stores first")
     return specs
 
 
@@ -444,7 +444,7 @@ def spec_of(kind: TierKind, index: int, table: TierTable) -> TierSpec:
     """The spec of a configured tier."""
     if table.eviction not in EVICTION:
         raise ConfigError(
-            f"{kind.name.lower()}[{index}].eviction: {table.eviction!r} is unknown; use one of {', '.join(sorted(EVICTION))}"
+            f"{kind.name.lower()}.{index}.eviction: {table.eviction!r} is unknown; use one of {', '.join(sorted(EVICTION))}"
         )
     stored = kind is TierKind.NVME
     return TierSpec(

@@ -120,9 +120,9 @@ def test_the_memory_of_a_gpu_does_not_grow() -> None:
 
 def test_a_hot_block_is_a_hit_though_the_sample_may_lack_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of all tokens are of one block: the estimate says so whether or not it is in the sample."""
-    monkeypatch.setattr(estimator, "HELD", 256)
+    monkeypatch.setattr(estimator, "HELD", 1024)
     for seed in range(6):
-        beside = made(256)
+        beside = made(1024)
         assert beside.sample.bits == 2
         hot = chain(-1 - seed, 1)
         for number in range(800):
@@ -132,22 +132,34 @@ def test_a_hot_block_is_a_hit_though_the_sample_may_lack_it(monkeypatch: pytest.
 
 def test_work_in_a_minute_is_bounded() -> None:
     """Too many blocks in a minute halve the rate, until few enough of them are in the sample."""
-    beside = made(1024)
+    beside = made(4096)
     assert beside.sample.bits == 0
     for number in range(60):
-        ask(beside, chain(number, 1024), at_s=number)
+        ask(beside, chain(number, 256), at_s=number)
     rate = beside.sample.bits
     assert 1 <= rate <= 3
     for number in range(60):
-        ask(beside, chain(number, 1024), at_s=60 + number)
+        ask(beside, chain(number, 256), at_s=60 + number)
     assert beside.sample.bits == rate
     assert len(beside.sample) <= estimator.SAMPLED_PER_MINUTE
+
+
+def test_a_sample_that_says_nothing_is_not_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If work must be so short that too few blocks are left, requests do not count."""
+    monkeypatch.setattr(estimator, "SAMPLED_PER_MINUTE", 64)
+    beside = made(64)
+    for number in range(8):
+        ask(beside, chain(number, 64))
+    assert beside.is_blind
+    before = day(beside).tokens
+    ask(beside, chain(0, 64))
+    assert day(beside).tokens == before < 8 * 64 * TOKENS
 
 
 def test_the_work_of_one_request_is_bounded() -> None:
     """A request of very many blocks thins the sample until its work is short."""
     beside = made(1024)
-    ask(beside, chain(1, 3 * estimator.PIECE))
+    ask(beside, chain(1, 3 * estimator.SAMPLED_PER_MINUTE))
     assert beside.sample.bits == 2
 
 
@@ -159,6 +171,7 @@ def test_the_rate_rises_after_a_quiet_hour_and_new_blocks_count_an_hour_later(mo
     for hashes in asked:
         ask(beside, hashes)
     assert beside.sample.bits == 1
+    ask(beside, asked[0])
     first = missed(beside)
     for minute in range(1, 3 * RISE_MINUTES):
         ask(beside, asked[minute % 4], at_s=60.0 * minute)

@@ -193,10 +193,10 @@ def ceiling_windows() -> list[pb.CeilingWindow]:
     """An hour of requests: the day's window has seen no more than the hour's."""
     shares = {0.5: 0.3, 1.0: 0.41, 2.0: 0.52, 4.0: 0.58, 0.0: 0.61}
     points = [
-        pb.CeilingPoint(factor=factor, bytes=int(factor * (320 << 30)), hit_share=share)
+        pb.CeilingPoint(factor=factor, bytes=int(factor * (320 << 30)), hit_ratio=share)
         for factor, share in shares.items()
     ]
     return [
-        pb.CeilingWindow(seconds=seconds, covered_s=min(seconds, 4000), tokens=81920, hit_share=0.4, points=points)
+        pb.CeilingWindow(seconds=seconds, covered_s=min(seconds, 4000), tokens=81920, hit_ratio=0.4, points=points)
         for seconds in (900, 3600, 86400)
     ]

@@ -49,7 +49,7 @@ def test_a_valid_file_ends_with_0(file: Path) -> None:
     [
         ('[server]\nclok = "replay"\n', "server.clock"),
         ("[[host]\n", "line 1"),
-        ('[[host]]\ncapacity = "much"\n', "host[0].capacity"),
+        ('[[host]]\ncapacity = "much"\n', "host.0.capacity"),
         ('[[host]]\neviction = "magic"\n', "magic"),
         ('[[nvme]]\ncodec = "rot-5-5"\n', "nvme.0: codec: 'rot-5-5' is unknown"),
         ('[[nvme]]\ncodec = "zstd"\n', "nvme.0: codec zstd: package zstandard is not installed; install tierd[zstd]"),

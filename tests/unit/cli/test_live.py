@@ -18,7 +18,7 @@ from tierd.cli.live.frame import TITLE_LINES, ceiling_facts, frame, shares
 from tierd.cli.live.keys import keys_of
 from tierd.cli.live.rows import rate_rows, tier_rows
 from tierd.cli.live.sampling import Change, Rare, Sample, Sampler
-from tierd.cli.live.view import PANE_SORTS, PANES, View
+from tierd.cli.live.view import HELP, PANE_SORTS, PANES, View
 from tierd.cli.top import pressed
 from tierd.errors import Unavailable
 
@@ -47,10 +47,10 @@ def rare() -> Rare:
     assert isinstance(tree, pb.TreeReply) and isinstance(wear, pb.WearReply)
     tree.nodes.extend([node] * 150)
     wear.stores.extend([wear.stores[0]] * 9)
-    points = [pb.CeilingPoint(factor=n, bytes=n << 38, hit_share=n / 20) for n in range(1, 15)]
+    points = [pb.CeilingPoint(factor=n, bytes=n << 38, hit_ratio=n / 20) for n in range(1, 15)]
     points[12].bytes = 0
     hour = pb.CeilingWindow(seconds=3600, tokens=1000, points=points)
-    day = pb.CeilingWindow(seconds=86400, tokens=9, points=[pb.CeilingPoint(bytes=7, hit_share=0.99)])
+    day = pb.CeilingWindow(seconds=86400, tokens=9, points=[pb.CeilingPoint(bytes=7, hit_ratio=0.99)])
     return Rare(wear, tree, pb.CeilingReply(windows=[day, hour]), namespaces)  # type: ignore[arg-type]
 
 
@@ -149,6 +149,7 @@ def test_keys_change_the_picture() -> None:
     assert "paused" in drawn(view, size=(120, 40))[-1]
     view.press("?")
     assert any("this help" in line for line in drawn(view))
+    assert max(map(len, HELP.splitlines())) <= SIZES[0][0], "no line of the help is cut"
     assert not view.press("q")
     assert set(PANE_SORTS) == set(PANES)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tierd._proto import admin_pb2 as pb
-from tierd.cli.prompts import Space, spaces_of, vllm_hashes
+from tierd.cli.prompts import Space, chosen, spaces_of, vllm_hashes
 from tierd.core.formats.block import fold_hashes, hash_tokens
-from tierd.errors import Unsupported
+from tierd.errors import InvalidArgument, Unsupported
 
 TOKENS = [0, 23, 24, 255, 256, 65535, 65536, 2**32 - 1, 9]
 DIGEST = bytes(range(32))
@@ -63,3 +63,14 @@ def test_a_scheduler_tells_the_seed() -> None:
     for sessions in ([told, other], [other, told]):
         spaces = spaces_of(rows, sessions)
         assert [one.engine.get("hash_seed", None) for one in spaces] == ["7", "", None]
+
+
+def test_namespaces_to_choose_from_are_told_apart() -> None:
+    """If several namespaces fit, the error shows the adapters and tenants in which they differ."""
+    texts = [
+        {"spec": {"model": "llama", "adapter": adapter}, "tenant": tenant}
+        for adapter, tenant in (("", "a"), ("sql", "b"))
+    ]
+    spaces = [Space(number, True, text) for number, text in enumerate(texts, 1)]
+    with pytest.raises(InvalidArgument, match=r"2 fit: 1 \(llama, a\), 2 \(llama, sql, b\); choose"):
+        chosen(spaces, namespace=None, model="llama")

@@ -86,6 +86,18 @@ def test_a_bad_page_does_not_keep_its_place() -> None:
     assert (len(kit.core.tuning.closing(0)), len(kit.core.quarantined(0))) == (0, 0)
 
 
+def test_a_smaller_tier_has_a_smaller_quarantine() -> None:
+    """Bad pages beyond the share of the new size are used again, the oldest first."""
+    kit = Kit(tier(HOST, 8 * SEGMENT, quarantine_share=1 / 16))
+    for name in "ab":
+        kit.put(chain(name, SEGMENT))
+        kit.took(kit.core.condemn(kit.core.extents(kit.ids(chain(name, 1)), tier=0), now=kit.tick()))
+    newest = kit.core.quarantined(0)["extent"]["segment"][1]
+    close(kit, 4)
+    resized(kit, 4)
+    assert kit.core.quarantined(0)["extent"]["segment"].tolist() == [newest]
+
+
 def test_the_coldest_segments_go() -> None:
     """Without vacant places the least recently used segments close; the others keep their pages."""
     kit = filled()

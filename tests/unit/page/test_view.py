@@ -83,8 +83,8 @@ async def test_a_ceiling_without_a_limit_is_json(world: World) -> None:
     """An infinite factor, which JSON cannot say, is 0 in the answer."""
 
     async def ceiling(_request: Any, _context: Any) -> pb.CeilingReply:
-        points = [pb.CeilingPoint(factor=1.0, bytes=8, hit_share=0.5), pb.CeilingPoint(factor=math.inf, hit_share=0.75)]
-        return pb.CeilingReply(windows=[pb.CeilingWindow(seconds=900, tokens=5, hit_share=0.25, points=points)])
+        points = [pb.CeilingPoint(factor=1.0, bytes=8, hit_ratio=0.5), pb.CeilingPoint(factor=math.inf, hit_ratio=0.75)]
+        return pb.CeilingReply(windows=[pb.CeilingWindow(seconds=900, tokens=5, hit_ratio=0.25, points=points)])
 
     (window,) = (await answered(viewed(world, Ceiling=ceiling)))["ceiling"]["windows"]
     assert (window["points"], window["hit"], window["seconds"]) == ([[1.0, 8, 0.5], [0, 0, 0.75]], 0.25, 900)

@@ -93,7 +93,7 @@ def ceiling_facts(ceiling: pb.CeilingReply) -> list[tuple[str, Cell]]:
     return [
         (
             human_bytes(one.bytes) if one.bytes else "no limit",
-            Text(human_share(one.hit_share, 1), "bold" if one.factor == 1 else ""),
+            Text(human_share(one.hit_ratio, 1), "bold" if one.factor == 1 else ""),
         )
         for one in window.points
     ]

@@ -22,8 +22,8 @@ p               pause and go on
 ?               this help
 q, Ctrl-C       quit
 
-hits now        share that the tier served of the tokens asked for since the last
-                frame; hits: since the daemon's start
+hits now        share that the tier served of the tokens asked for since the
+                last frame; hits: since the daemon's start
 tree            cached prefixes, and what `tierctl tree` shows of each
 ceiling         expected hit ratio of the last hour with so much memory and disk"""
 

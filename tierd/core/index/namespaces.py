@@ -68,7 +68,10 @@ class NamespaceRegistry:
         """The namespace that this id, of any rank, belongs to. Raises NotFound."""
         namespace = self._by_id.get(namespace_id)
         if namespace is None:
-            raise NotFound(f"namespace {namespace_id}: not known to this daemon; open it with OpenNamespace")
+            raise NotFound(
+                f"namespace {namespace_id}: not known to this daemon; open it with OpenNamespace, "
+                "`tierctl namespaces` lists all"
+            )
         return namespace
 
     def named(self, namespace_id: int, digest: bytes) -> Namespace:

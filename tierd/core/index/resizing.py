@@ -50,6 +50,17 @@ def shrink(pages: Pages, count: int, order: Sequence[int]) -> None:
 def free_bad(pages: Pages) -> None:
     """Frees the quarantined pages of closing places: their memory goes."""
     bad = [page for page in pages.quarantine if int(pages.place[page]) in pages.closing]
+    _acquit(pages, bad)
+
+
+def bound_quarantine(pages: Pages) -> None:
+    """Sets the bound of the quarantine by the tier's spec. Above it the oldest pages are freed."""
+    pages.quarantine_bytes = int(pages.spec.quarantine_share * pages.spec.capacity_bytes)
+    while pages.quarantined_bytes > pages.quarantine_bytes:
+        _acquit(pages, [min(pages.quarantine, key=lambda page: pages.quarantine[page].since)])
+
+
+def _acquit(pages: Pages, bad: list[int]) -> None:
     for page in bad:
         del pages.quarantine[page]
     pages.give_back(np.asarray(bad, np.int64))

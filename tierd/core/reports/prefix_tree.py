@@ -30,7 +30,7 @@ position: of its first block.
 blocks, tokens: of the run alone.
 hits: of its most used block.
 last_used: the latest use of the run.
-blocks_below, tokens_below, hits_below: sums over all runs below.
+blocks_below, tokens_below, hits_below: sums over all blocks below.
 children, leaves: as in Runs.
 """
 SORTS = ("hits", "tokens", "recent")

@@ -1,4 +1,4 @@
-"""The online ceiling: the hit share that other sizes of memory would give, for operators.
+"""The online ceiling: the hit ratio that other sizes of memory would give, for operators.
 
 It passes the clients' requests to the estimator (tierd/ceiling), whose work it cuts into pieces on
 the event loop. It also tells the estimator how many blocks the tiers hold. No call waits for it. A
@@ -23,7 +23,7 @@ import structlog
 from prometheus_client import Counter
 
 from tierd._proto import admin_pb2 as pb
-from tierd.ceiling.estimator import FACTORS, LEAST_HELD, Estimator, Level, Shares
+from tierd.ceiling.estimator import FACTORS, LEAST_HELD, LEAST_SAMPLED, Estimator, Level, Shares
 from tierd.core.formats.block import size_class
 from tierd.core.formats.model import TierKind, TierSpec
 from tierd.core.plan import GroupQuery, TierStats
@@ -35,7 +35,7 @@ TICK_S = 15.0
 """Interval of resizes and of gauges. Requests that wait are counted then, even if they are few."""
 LOOKUP_S = 60.0
 DELAY_S = 0.2
-CALLS, BLOCKS = 128, 4096
+CALLS, BLOCKS = 128, 8192
 """Calls wait together for so long, or until they or their blocks are so many."""
 QUEUE_BLOCKS = 1 << 17
 """Blocks of the calls that wait at most, 32 bytes each. Calls beyond it are left out and counted."""
@@ -130,7 +130,7 @@ class Ceiling:
     # -- inside
 
     def _limits(self) -> list[tuple[Level, int]]:
-        """The estimate takes these of each tier."""
+        """The assumptions of the estimate about each tier."""
         return [(level_of(tier.spec), tier.spec.capacity_bytes - tier.spec.headroom_bytes) for tier in self._tiers]
 
     def _begin_estimate(self, limits: list[tuple[Level, int]]) -> None:
@@ -227,12 +227,13 @@ class Ceiling:
         self._hit, self._asked = hit, asked
 
     def _too_few(self) -> str:
-        held = self._estimator.held
-        if not self._page_bytes or held >= LEAST_HELD:
+        held, is_sampled = self._estimator.held, self._estimator.rate < 1
+        least = LEAST_SAMPLED if is_sampled else LEAST_HELD
+        if not self._page_bytes or held >= least:
             return ""
         return (
-            f"the sample holds {held:.0f} blocks of the tiers', an estimate needs {LEAST_HELD}: the tiers are small for "
-            "so many requests; record them, and use `tierctl simulate`"
+            f"memory and stores hold {held:.0f} {'sampled ' if is_sampled else ''}blocks, an estimate needs {least}: they "
+            "are small for so many requests; record these, and use `tierctl simulate`"
         )
 
     def _bytes(self, factor: float) -> int:
@@ -246,9 +247,9 @@ class Ceiling:
             seconds=shares.seconds,
             covered_s=shares.covered_s,
             tokens=shares.tokens,
-            hit_share=shares.measured,
+            hit_ratio=shares.measured,
             points=[
-                pb.CeilingPoint(factor=0 if math.isinf(f) else f, bytes=self._bytes(f), hit_share=share)
+                pb.CeilingPoint(factor=0 if math.isinf(f) else f, bytes=self._bytes(f), hit_ratio=share)
                 for f, share in points
             ],
         )

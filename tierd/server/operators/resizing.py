@@ -49,8 +49,9 @@ async def shrink(cache: Cache, tier: MappedTier, places: int, *, gives_up: Calla
     if not kept:
         return gone, ""
     size, wanted = (format_bytes((places_of(tier.spec) - n) * tier.spec.segment_bytes) for n in (gone, places))
-    by = f"sessions {', '.join(map(str, holders))} (`tierctl sessions`)" if holders else "operators' pins"
-    why = f"shrunk to {size}, not to {wanted}; {kept} segments are held by {by}; set it again later"
+    short = ", ".join(str(holder)[:8] for holder in holders)  # as `tierctl sessions` shows them
+    by = f"sessions {short} (`tierctl sessions`)" if holders else "operators' pins"
+    why = f"shrunk to {size}, not to {wanted}; held by {by}: {kept} of its segments; set it again later"
     return gone, f"{tier.spec.name}: {why}"
 
 
