@@ -12,13 +12,17 @@ from click.testing import CliRunner
 
 from tests.system import test_encoded_stores as encoded
 from tests.system.blocks import await_true
+from tests.system.inside import inside
 from tests.system.raw import RawClient
 from tests.system.sdk import SMALL, put, right
 from tests.system.warm import Daemon
 from tierd._proto import admin_pb2 as apb
 from tierd.cli import ctl
 from tierd.client import Client
+from tierd.core.formats.model import TierKind
+from tierd.mover import Link
 from tierd.testing import chain
+from tierd.tiers.store.nvme import NvmeStore
 
 CONFIG = """\
 [server]
@@ -200,6 +204,21 @@ def test_a_codec_changes_while_blocks_are_stored() -> None:
         assert len(stored) > 12 and "Traceback" not in daemon.log
         counts = operator.call(operator.admin.Namespaces, apb.NamespacesRequest()).namespaces[0].encoding
     assert 0 < counts.blocks < 3 * len(stored)
+
+
+async def test_every_part_has_the_new_values() -> None:
+    """Limits that parts keep for themselves are changed there too."""
+    async with inside() as daemon:
+        cache, (_, store) = daemon.daemon.cache, daemon.daemon.tiers
+        cache.parts.mover._links[1, 0] = Link(1)
+        texts = {"mover.transfer_limit": "8", "mover.batch_blocks": "4", "scrub.period": "1 h"}
+        more = {"nvme.0.hang_limit": "9 s", "nvme.0.fault_limit": "3", "server.session_share": "0.25"}
+        await daemon.listeners.live.set(texts | more, is_check=False, who={})
+        mover, breaker = cache.parts.mover, cache.health.breakers[store.position]
+        assert (mover._link_limit, {link.limit for link in mover._links.values()}) == (2, {2})
+        assert (daemon.daemon.scrub.period_s, breaker._tolerance.faults) == (3600.0, 3)
+        assert isinstance(store, NvmeStore) and store.patience.hang_s == 9.0
+        assert cache.core.share_bytes(TierKind.HOST) == 2 << 20
 
 
 def test_the_verb_shows_what_it_did(daemon: Daemon) -> None:

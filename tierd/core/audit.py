@@ -103,6 +103,8 @@ class Audit:
         vacant = {place for place, segment in enumerate(tier.segments) if segment is None}
         assert vacant == tier.vacant | tier.barred | tier.closed, f"{tier.spec.name}: vacant places"
         assert not (tier.vacant | tier.barred) & tier.closed and tier.closing <= tier.failing, "closed places"
+        assert tier.holders.keys() <= set(tier.last_id), f"{tier.spec.name}: holders of segments that are gone"
+        assert not tier.spots.keys() & tier.closed, f"{tier.spec.name}: bad bytes of memory that is gone"
         empty = {place for place, s in enumerate(tier.segments) if s is not None and s.spare == s.pages}
         empty = set(tier.idle) if tier.is_loading else empty
         assert set(tier.idle) == empty, f"{tier.spec.name}: idle places are not those of the empty segments"

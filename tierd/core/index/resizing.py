@@ -81,6 +81,5 @@ def end_closed(pages: Pages) -> list[int]:
             ended.append(segment)
             pages.last_id[place] = None
             pages.holders.pop(segment, None)
-            pages.files.renew(place)
             pages.spots.pop(place, None)
     return ended
