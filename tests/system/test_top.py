@@ -43,7 +43,9 @@ class Terminal:
         self._theirs, self.before, self.shown = theirs, termios.tcgetattr(theirs), ""
         command = [sys.executable, "-m", "tierd.cli.ctl", "top", "--interval", "50 ms", "--target", target, *options]
         environment = os.environ | {"TERM": "xterm-256color"}
+        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's children ignore it
         self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.STDOUT, env=environment)
+        signal.signal(signal.SIGINT, ignored)
 
     def __enter__(self) -> Self:
         return self

@@ -134,7 +134,7 @@ def test_paths_of_the_environment_are_absolute(name: str) -> None:
 def test_stores_lie_apart(outer: str, inner: str) -> None:
     """A store inside another store's directory is refused, in any order and spelling; siblings are not."""
     for first, second in ((outer, inner), (inner, outer)):
-        with pytest.raises(ConfigError, match=r"nvme\[\d\]\.path: .*give each"):
+        with pytest.raises(ConfigError, match=r"nvme\.\d\.path: .*give each"):
             resolve(read_config(f'[[nvme]]\npath = "{first}"\n[[nvme]]\npath = "{second}"'), environ=ENVIRON)
     resolve(read_config('[[nvme]]\npath = "/a"\n[[nvme]]\npath = "/ab"'), environ=ENVIRON)
 
@@ -143,5 +143,5 @@ def test_stores_lie_apart(outer: str, inner: str) -> None:
 def test_a_segment_is_pages(value: str) -> None:
     """A segment below one page is refused; only "auto" lets the daemon choose the size."""
     for section in TIER_SECTIONS:
-        with pytest.raises(ConfigError, match=rf"{section}\[0\].segment"):
+        with pytest.raises(ConfigError, match=rf"{section}\.0\.segment"):
             resolve(read_config(f"[[{section}]]\nsegment = {value}"), environ=ENVIRON)

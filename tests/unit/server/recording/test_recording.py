@@ -22,7 +22,7 @@ from tests.depth import count
 from tierd.cli.trace import read_trace
 from tierd.core.formats.block import NamespaceSpec
 from tierd.core.plan import GroupQuery
-from tierd.server.operators import recording
+from tierd.server.recording import recording
 from tierd.server.recording.numbering import Numbers
 from tierd.server.recording.recording import Bounds, Recording
 from tierd.simulator.sequences import Request
