@@ -196,5 +196,5 @@ class Sampler:
         """The answer, or the last one: the daemon is away, or too old for this call."""
         try:
             return self._daemon.ask(request, timeout_s=RARE_CALL_S) if when else last  # type: ignore[call-overload]
-        except (TierdError, ValueError, AttributeError):
+        except (TierdError, ValueError):
             return last
